@@ -1,0 +1,46 @@
+"""staticmoe: trains mixture-of-experts models at static shape, one captured graph per iteration."""
+
+from __future__ import annotations
+
+from staticmoe.config import RunnerConfig
+from staticmoe.errors import (
+    BatchError,
+    CapacityError,
+    CaptureError,
+    ClosedError,
+    ConfigError,
+    ModelError,
+    NonFiniteError,
+    OptimizerError,
+    ReplayError,
+    SelfCheckError,
+    StaticMoEError,
+)
+from staticmoe.moe import StaticMoE
+from staticmoe.observe.results import EvalResult, StepResult
+from staticmoe.runner import DeviceScalars, MicroBatches, Reason, StaticMoERunner
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "CapacityError",
+    "CaptureError",
+    "ClosedError",
+    "ConfigError",
+    "DeviceScalars",
+    "EvalResult",
+    "MicroBatches",
+    "ModelError",
+    "NonFiniteError",
+    "OptimizerError",
+    "Reason",
+    "ReplayError",
+    "RunnerConfig",
+    "SelfCheckError",
+    "StaticMoE",
+    "StaticMoEError",
+    "StaticMoERunner",
+    "StepResult",
+    "__version__",
+]

@@ -1,0 +1,82 @@
+"""What an iteration does beside its operations: host reads that leave no operation, and random state.
+
+`.tolist()`, `.cpu()` or printing leave nothing in a recording of operations, and reading or setting the
+generator's state is no operation either. Both are caught here, while an iteration is watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from staticmoe.capture.rules import _MEND_READ
+from staticmoe.errors import CaptureError
+
+_HOST_READS = {
+    Tensor.item: "Tensor.item()",
+    Tensor.tolist: "Tensor.tolist()",
+    Tensor.cpu: "Tensor.cpu()",
+    Tensor.numpy: "Tensor.numpy()",
+    Tensor.__array__: "a conversion to numpy",
+    Tensor.__repr__: "printing a tensor",
+    Tensor.__format__: "formatting a tensor",
+    Tensor.__bool__: "bool(tensor), a Python branch on a tensor",
+    Tensor.__int__: "int(tensor)",
+    Tensor.__float__: "float(tensor)",
+    Tensor.__index__: "a tensor used as a Python index",
+    Tensor.__contains__: "'in' on a tensor",
+}
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses calls that bring a device value to the host.
+
+    Args:
+        where: returns the source of the running call, for the message.
+    """
+
+    def __init__(self, where: Callable[[], object]) -> None:
+        super().__init__()
+        self._where = where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = _HOST_READS.get(func) if func.__hash__ is not None else None
+        if read is not None:
+            raise CaptureError(f"{read} reads a device value on the host at {self._where()}; {_MEND_READ}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def random_state_hooks(
+    get_state: Callable[[Callable[[], Tensor]], Tensor],
+    set_state: Callable[[Callable[[Tensor], None], Tensor], None],
+    seed: Callable[[object], torch.Generator],
+) -> Iterator[None]:
+    """Send reads, writes and seedings of the CPU generator's state through the given functions.
+
+    Activation checkpointing saves and restores that state around its recomputation; torch dispatches
+    neither, so a recording of operations alone would give the recomputation other random numbers.
+    """
+    original_get, original_set, original_seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+
+    def get() -> Tensor:
+        return get_state(original_get)
+
+    def put(new_state: Tensor) -> None:
+        set_state(original_set, new_state)
+
+    def install(read: Any, write: Any, reseed: Any) -> None:
+        torch.get_rng_state = torch.random.get_rng_state = read
+        torch.set_rng_state = torch.random.set_rng_state = write
+        torch.manual_seed = torch.random.manual_seed = reseed
+
+    install(get, put, seed)
+    try:
+        yield
+    finally:
+        install(original_get, original_set, original_seed)

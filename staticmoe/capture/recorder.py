@@ -1,0 +1,204 @@
+"""The eye on an iteration: sees every operation, checks where its inputs come from, and may write a tape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
+from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
+from staticmoe.capture.rules import refusal
+from staticmoe.capture.source import Source, locate
+from staticmoe.capture.tape import Entry, Tape
+from staticmoe.errors import CaptureError
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+
+class Recorder(TorchDispatchMode):
+    """Observes one iteration; with a tape it records it.
+
+    Args:
+        provenance: book of origins, shared by all iterations of one program.
+        modules: id(module) -> dotted path, for messages.
+        tape: where to write, or None to observe only.
+        strict: refuse what a replay could not repeat; else only note what is written.
+    """
+
+    def __init__(
+        self, provenance: Provenance, modules: Mapping[int, str], tape: Tape | None = None, *, strict: bool = True
+    ) -> None:
+        super().__init__()
+        self._provenance = provenance
+        self._modules = modules
+        self._tape = tape
+        self._strict = strict
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Context of one iteration.
+
+        Raises:
+            CaptureError: at the first operation that a replay could not repeat.
+        """
+        self._provenance.begin_iteration()
+        if not self._strict:
+            with self:
+                yield
+            return
+        hooks = random_state_hooks(self._get_random_state, self._set_random_state, self._refuse_seeding)
+        with hooks, HostReadGuard(self._where), self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        implementation = _python_implementation(func, args, kwargs)
+        if implementation is not None:
+            # A replay must not run Python again: record what the operation is made of.
+            with self:
+                return implementation(*args, **kwargs)
+        inputs = tensors_in(args, kwargs)
+        if self._strict:
+            reason = refusal(func, args, kwargs)
+            if reason is not None:
+                raise CaptureError(f"{func} at {self._where()} {reason}")
+            self._check_origins(func, args, kwargs, inputs)
+        before = {storage_key(tensor) for tensor in inputs}
+        derived = torch.Tag.nondeterministic_seeded in func.tags or self._provenance.is_derived(inputs)
+        written = [] if func.is_view else _mutated(func, args, kwargs)
+        for tensor in written:
+            self._provenance.will_write(tensor, derived=derived)
+        result = func(*args, **kwargs)
+        self._enter(func, args, kwargs, result, before, derived, bool(written))
+        return result
+
+    def _check_origins(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+        """Every input needs a known origin, save memory that the operation only writes."""
+        overwritten = {storage_key(tensor) for tensor in _overwritten(func, args, kwargs)}
+        for tensor in inputs:
+            if tensor.layout != torch.strided:
+                raise CaptureError(f"{func} at {self._where()} uses a tensor of layout {tensor.layout}; use a dense one")
+            if func.is_view or storage_key(tensor) in overwritten:
+                continue
+            fault = self._provenance.fault(tensor)
+            if fault is not None:
+                raise CaptureError(
+                    f"{func} at {self._where()} reads {fault}; make it a parameter, a buffer or part of the batch, "
+                    "or compute it inside the iteration"
+                )
+
+    def _enter(
+        self, func: Any, args: Any, kwargs: Any, result: Any, before: set[int], derived: bool, writes: bool
+    ) -> None:
+        """Note what the operation made and put it on the tape."""
+        name = func._schema.name.split("::")[-1]
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        fresh = [
+            (position, tensor)
+            for position, tensor in enumerate(results)
+            if isinstance(tensor, Tensor) and storage_key(tensor) not in before
+        ]
+        source = locate(self._modules) if fresh else Source()
+        for _, tensor in fresh:
+            self._provenance.made(tensor, derived=derived, written=name not in _EMPTY, source=source)
+        if self._tape is None:
+            return
+        for tensor in tensors_in(args, kwargs):
+            if self._provenance.outlives(tensor):
+                self._tape.refer(tensor.detach())
+        for _, tensor in fresh:
+            self._tape.own(tensor)
+        if name in _EMPTY or torch.Tag.inplace_view in func.tags or not (fresh or writes):
+            return
+        bound_args, bound_kwargs = _without_history(args), _without_history(kwargs)
+        self._tape.append(
+            Entry(
+                run=lambda: func(*bound_args, **bound_kwargs),
+                fresh=tuple((position, tensor.detach()) for position, tensor in fresh),
+                name=str(func),
+            )
+        )
+
+    def _get_random_state(self, read: Any) -> Tensor:
+        with _disable_current_modes():
+            state = read()
+            self._provenance.made(state, derived=True, written=True, source=locate(self._modules))
+            if self._tape is not None:
+                self._tape.own(state)
+                self._tape.append(Entry(run=read, fresh=((0, state),), name="get_rng_state"))
+        return state
+
+    def _set_random_state(self, write: Any, state: Tensor) -> None:
+        fault = self._provenance.fault(state)
+        if fault is not None:
+            raise CaptureError(f"set_rng_state at {self._where()} reads {fault}")
+        with _disable_current_modes():
+            write(state)
+        if self._tape is not None:
+            self._tape.append(Entry(run=lambda: write(state), fresh=(), name="set_rng_state"))
+
+    def _refuse_seeding(self, seed: object) -> torch.Generator:
+        raise CaptureError(
+            f"manual_seed({seed}) inside the iteration at {self._where()}: every replay would draw the same numbers; "
+            "seed before the step"
+        )
+
+    def _where(self) -> Source:
+        return locate(self._modules)
+
+
+def _without_history(tree: Any) -> Any:
+    """Copy of arguments with every tensor cut from the autograd graph, which would else live as long as the tape."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_without_history(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _without_history(item) for key, item in tree.items()}
+    return tree
+
+
+def _python_implementation(func: Any, args: Any, kwargs: Any) -> Any:
+    """The Python function behind a `torch.library.custom_op`, or None for any other operation."""
+    definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
+    if definition is None or func._overloadname != "default":
+        return None
+    devices = {tensor.device.type for tensor in tensors_in(args, kwargs)}
+    device = devices.pop() if len(devices) == 1 else None
+    functions = definition._backend_fns
+    return functions.get(device) or functions.get(None) or definition._init_fn
+
+
+# Batch norms whose schemas do not say that training (argument 5) writes the running statistics (3 and 4).
+_SILENT_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors that the operation writes."""
+    name = func._schema.name.split("::")[-1]
+    written = tensors_in(args[3:5]) if name in _SILENT_BATCH_NORMS and args[5] else []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written.extend(tensors_in(value))
+    return written
+
+
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
+
+
+def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors that the operation writes and does not read."""
+    name = func._schema.name.split("::")[-1]
+    if name in _OVERWRITES:
+        # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
+        return tensors_in(args[0])
+    return [tensor for argument in func._schema.arguments if argument.is_out for tensor in tensors_in(kwargs.get(argument.name))]

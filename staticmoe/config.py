@@ -1,0 +1,141 @@
+"""What a run can be told: frozen, validated, every default explained.
+
+A `RunnerConfig` is checked when it is built, so a wrong value is named before anything is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+
+from staticmoe.errors import ConfigError
+
+CAPTURE_MODES = ("auto", "cuda", "emulate", "off")
+CAPTURE_SCOPES = ("iteration", "forward_backward")
+CAPACITY_SCOPES = ("rank", "expert")
+OVERFLOW_POLICIES = ("rerun", "drop", "skip", "raise")
+NONFINITE_POLICIES = ("skip", "raise")
+LOSS_REDUCTIONS = ("mean", "sum", "tokens")
+COMPILE_MODES = ("off", "blocks")
+AUDIT_MODES = ("error", "warn", "off")
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: expected one of {', '.join(allowed)}; got {value!r}")
+
+
+def _positive_factor(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}: expected None (dropless) or a finite number above 0; got {value!r}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}: expected an integer of at least {low}; got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CapacityPolicy:
+    """How many rows a layer's buffers hold and what happens when more arrive.
+
+    Attributes:
+        factor: against the balanced load; None is dropless.
+        scope: "rank" bounds the rows of a rank, "expert" the rows of each expert.
+        overflow: "rerun", "drop", "skip" or "raise".
+    """
+
+    factor: float | None = None
+    scope: str = "rank"
+    overflow: str = "rerun"
+
+    def __post_init__(self) -> None:
+        _positive_factor("capacity_factor", self.factor)
+        _choice("capacity_scope", self.scope, CAPACITY_SCOPES)
+        _choice("overflow", self.overflow, OVERFLOW_POLICIES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Options of `StaticMoERunner`; each default is what a first run should use.
+
+    Attributes:
+        capture: "auto" takes "cuda" where there is a GPU and "emulate" elsewhere; "off" runs uncaptured.
+        capture_scope: "iteration" holds the optimizer in the graph; "forward_backward" leaves it outside.
+        capacity_factor: rows against the balanced load, None for dropless (on one GPU nothing can overflow).
+        capacity_scope: "rank" or "expert".
+        overflow: what a step does whose rows exceed the capacity.
+        eval_capacity_factor: capacity in `evaluate`; None is dropless, so that evaluation loses no token.
+        gradient_accumulation_steps: micro-batches of one `step`.
+        loss_reduction: how micro-batch losses are joined: "mean" divides by their number, "sum" adds,
+            "tokens" weights each by its number of labels that are not -100.
+        max_grad_norm: clip threshold for the 2-norm over all gradients; None measures and does not clip.
+        nonfinite: "skip" vetoes the update of a step with a non-finite loss or gradient; "raise" stops.
+        max_consecutive_skips: more vetoed steps in a row than this are an error.
+        max_rerun_fraction: more reruns than this share of steps are an error.
+        autocast: dtype for `torch.autocast` around the loss, or None.
+        compile: "off", or "blocks" to compile dense regions.
+        capture_warmup_iters: uncaptured iterations, vetoed, before the capture.
+        max_in_flight: steps that may be launched and not yet known to have committed.
+        self_check: replay once, vetoed, and compare with the uncaptured iteration before the first step.
+        recheck_every: repeat that comparison every N steps; 0 never.
+        audit: "error" refuses what would not capture, "warn" logs it, "off" does not look.
+        run_dir: folder for meta.json and metrics.jsonl; None writes nothing.
+    """
+
+    capture: str = "auto"
+    capture_scope: str = "iteration"
+    capacity_factor: float | None = None
+    capacity_scope: str = "rank"
+    overflow: str = "rerun"
+    eval_capacity_factor: float | None = None
+    gradient_accumulation_steps: int = 1
+    loss_reduction: str = "mean"
+    max_grad_norm: float | None = None
+    nonfinite: str = "skip"
+    max_consecutive_skips: int = 10
+    max_rerun_fraction: float = 0.2
+    autocast: torch.dtype | None = None
+    compile: str = "off"
+    capture_warmup_iters: int = 3
+    max_in_flight: int = 2
+    self_check: bool = True
+    recheck_every: int = 0
+    audit: str = "error"
+    run_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        _choice("capture", self.capture, CAPTURE_MODES)
+        _choice("capture_scope", self.capture_scope, CAPTURE_SCOPES)
+        _choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        _choice("nonfinite", self.nonfinite, NONFINITE_POLICIES)
+        _choice("compile", self.compile, COMPILE_MODES)
+        _choice("audit", self.audit, AUDIT_MODES)
+        _positive_factor("eval_capacity_factor", self.eval_capacity_factor)
+        _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        _at_least("max_consecutive_skips", self.max_consecutive_skips, 1)
+        _at_least("capture_warmup_iters", self.capture_warmup_iters, 1)
+        _at_least("max_in_flight", self.max_in_flight, 1)
+        _at_least("recheck_every", self.recheck_every, 0)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm: expected None or a number above 0 (inf measures only); got {self.max_grad_norm!r}")
+        if not 0 <= self.max_rerun_fraction <= 1:
+            raise ConfigError(f"max_rerun_fraction: expected a share between 0 and 1; got {self.max_rerun_fraction!r}")
+        if self.autocast is not None and self.autocast not in (torch.bfloat16, torch.float16):
+            raise ConfigError(f"autocast: expected None, torch.bfloat16 or torch.float16; got {self.autocast!r}")
+        _ = self.train_capacity
+
+    @property
+    def train_capacity(self) -> CapacityPolicy:
+        """Capacity of training steps."""
+        return CapacityPolicy(factor=self.capacity_factor, scope=self.capacity_scope, overflow=self.overflow)
+
+    @property
+    def eval_capacity(self) -> CapacityPolicy:
+        """Capacity of evaluation: what exceeds it is dropped and counted, never rerun."""
+        return CapacityPolicy(factor=self.eval_capacity_factor, scope=self.capacity_scope, overflow="drop")

@@ -1,0 +1,50 @@
+"""Every error that staticmoe raises on purpose: what was expected, what came, what to do.
+
+All of them derive from `StaticMoEError`; those caused by an argument are `ValueError` as well.
+"""
+
+from __future__ import annotations
+
+
+class StaticMoEError(Exception):
+    """Base class of the errors raised on purpose by this package."""
+
+
+class ConfigError(StaticMoEError, ValueError):
+    """An option or argument has a value that cannot work. Names the option, the value and the fix."""
+
+
+class BatchError(StaticMoEError, ValueError):
+    """A batch does not fit the structure, shape, dtype or device that was captured."""
+
+
+class ModelError(StaticMoEError, ValueError):
+    """The model cannot be wrapped: wrong kind, meta device, no participant, a parameter without gradient."""
+
+
+class OptimizerError(StaticMoEError, ValueError):
+    """The optimizer cannot run inside the captured iteration, or no longer belongs to the model."""
+
+
+class CaptureError(StaticMoEError, RuntimeError):
+    """The iteration cannot be recorded. Names the operation, the module and the line in the user's file."""
+
+
+class ReplayError(StaticMoEError, RuntimeError):
+    """A captured iteration can no longer be replayed as it was captured."""
+
+
+class SelfCheckError(StaticMoEError, RuntimeError):
+    """A replay did not reproduce the uncaptured iteration. Names what differs and by how much."""
+
+
+class CapacityError(StaticMoEError, RuntimeError):
+    """More rows than the buffer holds, under a policy that does not go on. Names layer, rows, factor."""
+
+
+class NonFiniteError(StaticMoEError, RuntimeError):
+    """Loss or gradient is not finite, under a policy that does not go on."""
+
+
+class ClosedError(StaticMoEError, RuntimeError):
+    """The runner was closed, or a part of it was used after it was."""

@@ -1,0 +1,1 @@
+"""Records, results, metrics and sinks: what a run tells about itself."""

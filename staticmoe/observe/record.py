@@ -1,0 +1,125 @@
+"""The record of a step: one row of device memory, copied out once, read late. The only reader of device values.
+
+A row is int64 [W]: counters, then scalars (fp64 bits), then the participants' fields. The iteration writes
+the row and puts it into slot `slot` of a device ring; the stream copies that slot to the host behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+COUNTERS = ("launch", "attempt", "void", "reasons", "veto", "committed")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordLayout:
+    """What stands where in a row.
+
+    Attributes:
+        scalars: names of the fp64 values, in order.
+        fields: (participant, field, shape) of the int64 fields, in order.
+    """
+
+    scalars: tuple[str, ...]
+    fields: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return len(COUNTERS) + len(self.scalars) + sum(math.prod(shape) for _, _, shape in self.fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One step as the host sees it.
+
+    Attributes:
+        launch: number of the step, as staged with its inputs.
+        attempt: 0, or how many times the step was run before.
+        void: the step ran while the device was halted; nothing in it counts.
+        reasons: `Reason` bits.
+        veto: the step committed nothing.
+        committed: steps committed so far, this one included.
+        scalars: name -> value.
+        fields: participant -> field -> flat list of ints.
+    """
+
+    launch: int
+    attempt: int
+    void: bool
+    reasons: int
+    veto: bool
+    committed: int
+    scalars: dict[str, float]
+    fields: dict[str, dict[str, list[int]]]
+
+
+class RecordRing:
+    """A row that the iteration writes, its ring on the device, and the ring's copy on the host.
+
+    Args:
+        layout: of the row.
+        slots: rows of the rings; one more than steps in flight.
+        device: of the row and the ring.
+    """
+
+    def __init__(self, layout: RecordLayout, slots: int, device: torch.device) -> None:
+        self.layout = layout
+        self.row = torch.zeros(layout.width, dtype=torch.int64, device=device)
+        self.ring = torch.zeros(slots, layout.width, dtype=torch.int64, device=device)
+        self._host = torch.zeros(slots, layout.width, dtype=torch.int64)
+
+    def field(self, participant: str, name: str) -> Tensor:
+        """The int64 accumulator of a field, a view of the row in the declared shape."""
+        position = len(COUNTERS) + len(self.layout.scalars)
+        for owner, field, shape in self.layout.fields:
+            size = math.prod(shape)
+            if (owner, field) == (participant, name):
+                return self.row[position : position + size].view(shape)
+            position += size
+        raise KeyError(f"no record field {name!r} of {participant!r}")
+
+    def write(self, counters: list[Tensor], scalars: list[Tensor], slot: Tensor) -> None:
+        """Complete the row and put it into the ring. Graph-safe: fixed shapes, no host value.
+
+        Shapes:
+            counters: one int64 0-dim tensor for each of `COUNTERS`; scalars: one 0-dim tensor for each name;
+            slot: int64 [1].
+        """
+        first = len(COUNTERS)
+        self.row[:first].copy_(torch.stack(counters))
+        values = torch.stack([value.detach().to(torch.float64) for value in scalars])
+        self.row[first : first + len(scalars)].view(torch.float64).copy_(values)
+        self.ring.index_copy_(0, slot, self.row.unsqueeze(0))
+
+    def copy_out(self, slot: int) -> None:
+        """Copy a slot of the ring to the host, in stream order."""
+        self._host[slot].copy_(self.ring[slot])
+
+    def read(self, slot: int) -> Record:
+        """Read a slot from the host's copy, once the stream has passed its `copy_out`."""
+        row = self._host[slot]
+        first = len(COUNTERS)
+        counters = dict(zip(COUNTERS, row[:first].tolist(), strict=True))
+        names = self.layout.scalars
+        values = row[first : first + len(names)].view(torch.float64).tolist()
+        position = first + len(names)
+        fields: dict[str, dict[str, list[int]]] = {}
+        for owner, field, shape in self.layout.fields:
+            size = math.prod(shape)
+            fields.setdefault(owner, {})[field] = row[position : position + size].tolist()
+            position += size
+        return Record(
+            launch=counters["launch"],
+            attempt=counters["attempt"],
+            void=bool(counters["void"]),
+            reasons=counters["reasons"],
+            veto=bool(counters["veto"]),
+            committed=counters["committed"],
+            scalars=dict(zip(names, values, strict=True)),
+            fields=fields,
+        )

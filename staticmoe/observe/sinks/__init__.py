@@ -1,0 +1,7 @@
+"""Where records go: each sink is called with one record, a dictionary of host values, per step."""
+
+from __future__ import annotations
+
+from staticmoe.observe.sinks.jsonl import JsonlError, JsonlSink
+
+__all__ = ["JsonlError", "JsonlSink"]

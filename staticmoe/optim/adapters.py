@@ -1,0 +1,136 @@
+"""Running the user's optimizer inside a captured iteration, with a veto, and leaving it as it was.
+
+Letters: G parameter groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from staticmoe.errors import OptimizerError
+
+_VETOABLE = (Adam, AdamW, SGD, Adagrad)
+
+
+class FusedAdapter:
+    """torch's Adam, AdamW, SGD and Adagrad through their fused step, which honours a device veto.
+
+    While an iteration runs, the groups are switched to `fused=True` and a device learning rate and the
+    optimizer gets `found_inf`; afterwards all of it is as the user left it.
+
+    Args:
+        optimizer: the user's, built from the model's parameters.
+
+    Raises:
+        OptimizerError: of another type, or with an option that the fused step lacks.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Exactly these types: a subclass may do anything in its step.
+        if type(optimizer) not in _VETOABLE:
+            names = ", ".join(kind.__name__ for kind in _VETOABLE)
+            raise OptimizerError(
+                f"optimizer {type(optimizer).__name__}: expected one of torch's {names}, whose fused steps a device "
+                f"veto can skip; got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            )
+        self.optimizer = optimizer
+        self._check_options()
+
+    def _check_options(self) -> None:
+        hooks = {
+            "step pre-hooks": self.optimizer._optimizer_step_pre_hooks,
+            "step post-hooks": self.optimizer._optimizer_step_post_hooks,
+        }
+        for name, registered in hooks.items():
+            if registered:
+                raise OptimizerError(f"optimizer: expected no {name}, got {len(registered)}; a replay would not call them")
+        for number, group in enumerate(self.optimizer.param_groups):
+            if group.get("differentiable"):
+                raise OptimizerError(f"optimizer group {number}: differentiable=True has no fused step; set it to False")
+            if group.get("dampening") and group.get("momentum") and not all(map(self.optimizer.state.get, group["params"])):
+                raise OptimizerError(
+                    f"optimizer group {number}: dampening={group['dampening']} makes the first step differ from the "
+                    "others, which one graph cannot hold; use dampening=0"
+                )
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that are trained, in group order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor of the optimizer's state."""
+        return {
+            f"optimizer.state[{number}].{key}": value
+            for number, state in enumerate(self.optimizer.state.values())
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def create_state(self) -> None:
+        """Create the state that the first step would create, so that the first step is like all others."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self._create(parameter, group)
+
+    def _create(self, parameter: Tensor, group: dict) -> None:
+        if isinstance(self.optimizer, SGD) and not group["momentum"]:
+            return
+        state = self.optimizer.state[parameter]
+        if isinstance(self.optimizer, (Adam, AdamW)) and not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+            for name in names:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        elif isinstance(self.optimizer, SGD) and state.get("momentum_buffer") is None:
+            # momentum * 0 + gradient is the gradient: bitwise what torch's first step stores.
+            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if isinstance(state.get("step"), Tensor) and state["step"].device != parameter.device:
+            state["step"] = state["step"].to(parameter.device)
+
+    def learning_rates(self) -> list[float | Tensor]:
+        """Learning rate of each group as the user set it."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, gradients: list[Tensor], learning_rates: list[Tensor], veto: Tensor) -> None:
+        """Apply `gradients` where `veto` is 0.
+
+        Shapes:
+            gradients: one for each of `parameters`; learning_rates: G fp32 0-dim; veto: fp32 0-dim, exactly 0 or 1.
+        Graph-safe: yes; parameters, state and step counts change on the device only.
+        """
+        with self._inside(gradients, learning_rates, veto):
+            self.optimizer.step()
+
+    @contextlib.contextmanager
+    def _inside(self, gradients: list[Tensor], learning_rates: list[Tensor], veto: Tensor) -> Iterator[None]:
+        optimizer = self.optimizer
+        parameters = self.parameters
+        options = [
+            {key: group[key] for key in ("lr", "fused", "foreach", "capturable") if key in group}
+            for group in optimizer.param_groups
+        ]
+        held = [parameter.grad for parameter in parameters]
+        try:
+            for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
+                group.update(lr=rate, fused=True, foreach=False)
+                if "capturable" in group:
+                    group["capturable"] = veto.is_cuda
+            optimizer.found_inf = veto  # type: ignore[attr-defined]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            yield
+        finally:
+            for parameter, gradient_before in zip(parameters, held, strict=True):
+                parameter.grad = gradient_before
+            for group, option in zip(optimizer.param_groups, options, strict=True):
+                group.update(option)
+            if hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf

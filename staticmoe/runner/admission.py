@@ -1,0 +1,107 @@
+"""What a runner takes in: checks of model and optimizer before anything is touched, each with its mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from staticmoe.config import RunnerConfig
+from staticmoe.errors import ConfigError, ModelError, OptimizerError
+from staticmoe.runner.participants import StepParticipant
+
+# Names, not types: importing the distributed wrappers to look for them costs a second.
+_WRAPPERS = {
+    "OptimizedModule": "a torch.compile'd model; pass the model itself",
+    "DistributedDataParallel": "a DistributedDataParallel model; pass model.module (data parallelism is not supported yet)",
+    "DataParallel": "a DataParallel model; pass model.module",
+    "FullyShardedDataParallel": "an FSDP model; pass the model unsharded (sharding is not supported yet)",
+    "FSDPModule": "an FSDP2 model; pass the model unsharded (sharding is not supported yet)",
+}
+
+
+def admit_model(model: object) -> torch.device:
+    """Return the one device of `model`.
+
+    Raises:
+        ModelError: not a module, wrapped or compiled, on the meta device, or on several devices.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                raise ModelError(f"model: expected a plain module, got {_WRAPPERS[kind.__name__]}")
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = {tensor.device for tensor in tensors}
+    if torch.device("meta") in devices:
+        raise ModelError("model: expected parameters with data, got some on the meta device; load or initialise them first")
+    if len(devices) != 1:
+        raise ModelError(f"model: expected all parameters and buffers on one device, got {sorted(map(str, devices))}")
+    return devices.pop()
+
+
+def discover(model: nn.Module) -> dict[str, StepParticipant]:
+    """Return the participants of `model` by module name.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, StepParticipant)}
+    if not found:
+        raise ModelError(
+            f"model: expected at least one layer that takes part in the step (a staticmoe layer), got none in "
+            f"{type(model).__name__}; replace its mixture-of-experts blocks, or train it without this runner"
+        )
+    return found
+
+
+def admit_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Check that `optimizer` trains parameters of `model` and nothing else.
+
+    Raises:
+        OptimizerError: not an optimizer, without trained parameters, or with parameters of another model.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    known = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(1 for parameter in given if id(parameter) not in known)
+    if foreign:
+        raise OptimizerError(
+            f"optimizer: expected parameters of the model, got {foreign} of {len(given)} that are not; build it from "
+            "model.parameters() after the model has its final parameters"
+        )
+    if not any(parameter.requires_grad for parameter in given):
+        raise OptimizerError("optimizer: expected at least one parameter with requires_grad, got none")
+
+
+def untrained(optimizer: Optimizer, model: nn.Module) -> Iterator[str]:
+    """Names of parameters that require a gradient and that the optimizer does not have."""
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return (name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given)
+
+
+def admit_options(config: RunnerConfig, device: torch.device) -> str:
+    """Return the capture mode that `config.capture` means on `device`.
+
+    Raises:
+        ConfigError: an option that this version does not have, or a mode that the device cannot do.
+    """
+    if config.capture_scope != "iteration":
+        raise ConfigError("capture_scope: expected 'iteration' in this version, got 'forward_backward'")
+    if config.compile != "off":
+        raise ConfigError(f"compile: expected 'off' in this version, got {config.compile!r}")
+    mode = config.capture
+    if mode == "auto":
+        mode = "cuda" if device.type == "cuda" else "emulate"
+    if mode == "cuda":
+        raise ConfigError(
+            f"capture: this version captures on the CPU ('emulate') and runs uncaptured ('off'), got {config.capture!r} "
+            f"for a model on {device}; use capture='off' on a GPU"
+        )
+    if mode == "emulate" and device.type != "cpu":
+        raise ConfigError(f"capture: 'emulate' expects a model on the CPU, got one on {device}; use capture='off'")
+    return mode

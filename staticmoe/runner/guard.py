@@ -1,0 +1,132 @@
+"""Whether a step may commit: reasons on the device, policies, and what the host does about a record.
+
+The device decides at once (`veto`, `halted`); the host learns of it late and acts at one fixed point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from staticmoe.config import RunnerConfig
+from staticmoe.errors import CapacityError, NonFiniteError, StaticMoEError
+from staticmoe.observe.record import Record
+from staticmoe.runner.participants import Reason
+
+_NONFINITE = Reason.NONFINITE_LOSS | Reason.NONFINITE_GRADIENT
+_OVERFLOW = Reason.CAPACITY_OVERFLOW | Reason.STASH_OVERFLOW
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardPolicy:
+    """Bits of `Reason` that veto a step, and those that halt the device until the host has dealt with them."""
+
+    vetoes: int
+    halts: int
+
+    @classmethod
+    def of(cls, config: RunnerConfig) -> GuardPolicy:
+        """The policy that the options ask for; non-finite values never commit."""
+        vetoes, halts = int(_NONFINITE | Reason.STASH_OVERFLOW), 0
+        if config.nonfinite == "raise":
+            halts |= int(_NONFINITE)
+        if config.overflow in ("skip", "raise", "rerun"):
+            vetoes |= int(Reason.CAPACITY_OVERFLOW)
+        if config.overflow in ("raise", "rerun"):
+            halts |= int(_OVERFLOW)
+        return cls(vetoes=vetoes, halts=halts)
+
+
+class DeviceGuard:
+    """The scalars by which the device guards itself.
+
+    Attributes:
+        halted: fp32 0-dim, 1 while nothing may commit until the host has acted.
+        veto: fp32 0-dim, exactly 0 or 1: fused optimizers test found_inf == 1.0, any other value would apply.
+        void: int64 0-dim, 1 where the step began halted.
+        reasons: int64 0-dim, `Reason` bits of the running step.
+        committed: int64 0-dim, steps committed so far.
+    """
+
+    def __init__(self, policy: GuardPolicy, device: torch.device) -> None:
+        self._policy = policy
+        self.halted = torch.zeros((), dtype=torch.float32, device=device)
+        self.veto = torch.zeros((), dtype=torch.float32, device=device)
+        self.void = torch.zeros((), dtype=torch.int64, device=device)
+        self.reasons = torch.zeros((), dtype=torch.int64, device=device)
+        self.committed = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, for the book of origins."""
+        names = ("halted", "veto", "void", "reasons", "committed")
+        return {f"guard {name}": getattr(self, name) for name in names}
+
+    def begin(self) -> None:
+        """Start a step. Graph-safe."""
+        self.reasons.zero_()
+        self.void.copy_(self.halted)
+
+    def decide(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Set `veto` and `halted` from the reasons so far and from non-finite values. Graph-safe."""
+        self.reasons.bitwise_or_((~torch.isfinite(loss)).to(torch.int64) * int(Reason.NONFINITE_LOSS))
+        self.reasons.bitwise_or_((~torch.isfinite(grad_norm)).to(torch.int64) * int(Reason.NONFINITE_GRADIENT))
+        halted = self.halted > 0
+        vetoed = halted | ((self.reasons & self._policy.vetoes) != 0)
+        self.halted.copy_(halted | ((self.reasons & self._policy.halts) != 0))
+        self.veto.copy_(vetoed)
+        self.committed.add_(1 - vetoed.to(torch.int64))
+
+
+class HostGuard:
+    """What the host makes of the records, in order."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self.configure(config)
+        self.consecutive_skips = 0
+
+    def configure(self, config: RunnerConfig) -> None:
+        """Judge by `config` from here on."""
+        self._config = config
+        self._policy = GuardPolicy.of(config)
+
+    def judge(self, record: Record, capacities: dict[str, int]) -> StaticMoEError | None:
+        """Error that the policies demand for `record`, or None; counts skips in a row.
+
+        Args:
+            capacities: participant -> rows that its buffers hold, for the message.
+        """
+        if record.reasons & self._policy.halts:
+            return self._error(record, capacities, f"step {record.launch} was not applied: ")
+        if not record.veto:
+            self.consecutive_skips = 0
+            return None
+        self.consecutive_skips += 1
+        if self.consecutive_skips > self._config.max_consecutive_skips:
+            count, self.consecutive_skips = self.consecutive_skips, 0
+            prefix = f"{count} steps in a row were skipped (max_consecutive_skips={self._config.max_consecutive_skips}), last: "
+            return self._error(record, capacities, prefix)
+        return None
+
+    def _error(self, record: Record, capacities: dict[str, int], prefix: str) -> StaticMoEError:
+        reasons = Reason(record.reasons)
+        if reasons & _OVERFLOW:
+            return CapacityError(prefix + self._overflow_words(record, capacities))
+        words = " and ".join(str(reason.name).lower().replace("_", " ") for reason in reasons)
+        return NonFiniteError(
+            f"{prefix}{words} (loss {record.scalars['loss']}, gradient norm {record.scalars['grad_norm']}); parameters "
+            "and optimizer state are as before it; lower the learning rate, set max_grad_norm, or look at the batch"
+        )
+
+    def _overflow_words(self, record: Record, capacities: dict[str, int]) -> str:
+        over = [
+            f"'{name}' kept {sum(fields['kept'])} of {sum(fields['routed'])} assignments in {capacities[name]} rows"
+            for name, fields in record.fields.items()
+            if "kept" in fields and sum(fields["kept"]) < sum(fields["routed"])
+        ]
+        return (
+            f"rows over capacity (capacity_factor={self._config.capacity_factor}, scope "
+            f"'{self._config.capacity_scope}'): {'; '.join(over)}; raise the factor, or use overflow='drop'"
+        )

@@ -1,0 +1,298 @@
+"""The Python of one iteration on static tensors: what a capture records, and `capture="off"` runs.
+
+Order: begin, forward and backward of each micro-batch, norm, guard, COMMIT (optimizer, participants,
+mutated buffers, counter), record. Letters: N micro-batches, P trained parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from staticmoe.config import RunnerConfig
+from staticmoe.errors import CaptureError, ConfigError, ModelError
+from staticmoe.observe.record import RecordRing
+from staticmoe.optim.adapters import FusedAdapter
+from staticmoe.runner.commit import Shadow
+from staticmoe.runner.guard import DeviceGuard
+from staticmoe.runner.inputs import InputRing
+from staticmoe.runner.participants import StepBinding, StepParticipant
+
+LossFn = Callable[[nn.Module, Any], Any]
+TokenMask = Callable[[Any], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """What a runner was given, as its programs use it.
+
+    Attributes:
+        model: the user's.
+        participants: name -> participant, in module order.
+        bindings: name -> what the runner lends it.
+        loss_fn: (model, batch) -> loss or (loss, metrics).
+        token_mask: batch -> bool mask of the real tokens, or None.
+        config: options.
+        device: of everything.
+        scratch: name -> field -> int64 tensor that takes the fields while no record exists yet.
+    """
+
+    model: nn.Module
+    participants: Mapping[str, StepParticipant]
+    bindings: Mapping[str, StepBinding]
+    loss_fn: LossFn
+    token_mask: TokenMask | None
+    config: RunnerConfig
+    device: torch.device
+    scratch: Mapping[str, Mapping[str, Tensor]]
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """Autocast as configured, with its weight cache off: a cached cast would outlive the weights it was made of."""
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        dtype = self.config.autocast
+        casting = (
+            contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
+        )
+        try:
+            with casting:
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    def point(self, records: RecordRing | None, *, training: bool) -> None:
+        """Point the bindings at a program's record, or at scratch fields while it has none."""
+        for name, binding in self.bindings.items():
+            scratch = self.scratch[name]
+            binding.fields = dict(scratch) if records is None else {f: records.field(name, f) for f in scratch}
+            binding.training = training
+            binding.capacity = self.config.train_capacity if training else self.config.eval_capacity
+            binding.take_losses()
+
+    def mask_of(self, batch: Any) -> Tensor | None:
+        """Bool mask of the real tokens of `batch`."""
+        if self.token_mask is None:
+            return None
+        mask = self.token_mask(batch)
+        if not isinstance(mask, Tensor):
+            raise ConfigError(f"token_mask: expected a bool tensor of the token shape, got {type(mask).__name__}")
+        return mask if mask.dtype == torch.bool else mask != 0
+
+
+def split_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of what a loss function returned.
+
+    Raises:
+        ModelError: neither a scalar tensor nor (scalar tensor, dict of scalar tensors).
+    """
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, dict):
+        raise ModelError(
+            "loss_fn: expected a scalar tensor, or (scalar tensor, {name: scalar tensor}); got "
+            f"{type(loss).__name__}{tuple(loss.shape) if isinstance(loss, Tensor) else ''}"
+        )
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ModelError(f"loss_fn metric {name!r}: expected a scalar tensor, got {type(value).__name__}")
+    return loss.reshape(()), {name: value.detach().reshape(()) for name, value in metrics.items()}
+
+
+class TrainIteration:
+    """One training step.
+
+    Attributes:
+        scalar_names: names of the record's scalars, known once `probe` has run.
+        gradients: P gradients of the latest run of the Python, before clipping; `gradient_names` names them.
+    """
+
+    def __init__(self, wrapped: Wrapped, adapter: FusedAdapter, inputs: InputRing, guard: DeviceGuard) -> None:
+        self._wrapped = wrapped
+        self._adapter = adapter
+        self._inputs = inputs
+        self._guard = guard
+        self._shadow = Shadow([])
+        self._records: RecordRing | None = None
+        names = {id(p): name for name, p in wrapped.model.named_parameters()}
+        self.gradient_names = [names.get(id(p), "a parameter outside the model") for p in adapter.parameters]
+        self.scalar_names: tuple[str, ...] = ()
+        self.gradients: list[Tensor] = []
+
+    def probe(self) -> None:
+        """Run forward and backward alone, to learn the metrics and what they mutate."""
+        self._wrapped.point(None, training=True)
+        self._guard.begin()
+        _, scalars, _ = self._forward_backward()
+        self.scalar_names = ("loss", "grad_norm", *scalars, "lr")
+
+    def equip(self, records: RecordRing, shadow: Shadow) -> None:
+        """Take the record and the shadow that the probe showed to be needed."""
+        self._records, self._shadow = records, shadow
+
+    def __call__(self) -> None:
+        """Run the iteration once."""
+        records = self._records
+        assert records is not None, "equip comes before the first run"
+        self._wrapped.point(records, training=True)
+        records.row.zero_()
+        self._guard.begin()
+        self._shadow.save()
+        loss, scalars, gradients = self._forward_backward()
+        self.gradients = gradients
+        with torch.no_grad():
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._guard.decide(loss, norm)
+            self._commit(gradients, norm)
+            launch, attempt, slot = self._inputs.control
+            guard = self._guard
+            counters = [launch, attempt, guard.void, guard.reasons, guard.veto.to(torch.int64), guard.committed]
+            values = [loss, norm, *scalars.values(), self._inputs.learning_rates[0]]
+            records.write(counters, values, slot.reshape(1))
+
+    def _commit(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """The only place where persistent state changes."""
+        limit = self._wrapped.config.max_grad_norm
+        if limit is not None:
+            # Out of place: two parameters may have been given one gradient tensor.
+            gradients = list(torch._foreach_mul(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0)))
+        veto = self._guard.veto
+        self._adapter.step(gradients, list(self._inputs.learning_rates.unbind()), veto)
+        for participant in self._wrapped.participants.values():
+            participant.commit_step(veto)
+        self._shadow.select(veto)
+
+    def _forward_backward(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        """Loss, scalars by name and P gradients, joined over micro-batches."""
+        batches = self._inputs.batches
+        weights = self._weights(batches)
+        scalars: dict[str, Tensor] = {}
+        total: Tensor | None = None
+        gradients: list[Tensor] = []
+        for batch, weight in zip(batches, weights, strict=True):
+            loss, auxiliary, metrics = self._micro_batch(batch)
+            share = weight if self._wrapped.config.loss_reduction == "tokens" else 1 / len(batches)
+            objective = loss * weight + auxiliary * share
+            part = self._differentiate(objective)
+            gradients = part if total is None else list(torch._foreach_add(gradients, part))
+            weighted = loss.detach() * weight
+            total = weighted if total is None else total + weighted
+            for name, value in metrics.items():
+                scalars[name] = scalars[name] + value * share if name in scalars else value * share
+        assert total is not None, "there is at least one micro-batch"
+        return total, scalars, gradients
+
+    def _weights(self, batches: list[Any]) -> list[float | Tensor]:
+        """Factor of each micro-batch's loss."""
+        count, reduction = len(batches), self._wrapped.config.loss_reduction
+        if reduction != "tokens":
+            return [1.0 if reduction == "sum" else 1 / count] * count
+        if not all(isinstance(batch, dict) and "labels" in batch for batch in batches):
+            raise ConfigError("loss_reduction='tokens': expected a batch with 'labels' (-100: not counted), got none")
+        valid = torch.stack([(batch["labels"] != -100).sum() for batch in batches])
+        return list((valid / valid.sum().clamp(min=1)).unbind())
+
+    def _micro_batch(self, batch: Any) -> tuple[Tensor, Tensor | float, dict[str, Tensor]]:
+        """The user's loss, the participants' weighted losses, and the metrics of one micro-batch."""
+        wrapped = self._wrapped
+        with torch.enable_grad(), wrapped.precision():
+            mask = wrapped.mask_of(batch)
+            for binding in wrapped.bindings.values():
+                binding.token_mask = mask
+            loss, metrics = split_loss(wrapped.loss_fn(wrapped.model, batch))
+            auxiliary: Tensor | float = 0.0
+            terms: dict[str, Tensor] = {}
+            for binding in wrapped.bindings.values():
+                for term in binding.take_losses():
+                    value = term.value.detach()
+                    terms[term.name] = terms[term.name] + value if term.name in terms else value
+                    if term.coefficient:
+                        auxiliary = auxiliary + term.coefficient * term.value
+        clash = terms.keys() & metrics.keys() | metrics.keys() & {"loss", "grad_norm", "lr"}
+        if clash:
+            raise ModelError(f"loss_fn metrics: expected names that the runner does not use, got {sorted(clash)}; rename them")
+        return loss, auxiliary, {**terms, **metrics}
+
+    def _differentiate(self, objective: Tensor) -> list[Tensor]:
+        """Gradients by torch.autograd.grad: no accumulation node, so none can remember a stale stream."""
+        parameters = self._adapter.parameters
+        if not objective.requires_grad:
+            raise ModelError("loss_fn: expected a loss that depends on a trained parameter, got one without a gradient")
+        try:
+            gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" in str(error):
+                raise CaptureError("activation checkpointing: expected use_reentrant=False, got use_reentrant=True") from error
+            raise
+        missing = [name for name, g in zip(self.gradient_names, gradients, strict=True) if g is None]
+        if missing:
+            raise ModelError(
+                f"{len(missing)} trainable parameters in the optimizer get no gradient from the loss: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; call requires_grad_(False) on them, "
+                "or let the loss use them"
+            )
+        return list(gradients)
+
+
+class EvalIteration:
+    """One evaluation: forward alone, in eval mode, committing nothing."""
+
+    def __init__(self, wrapped: Wrapped, eval_fn: LossFn, inputs: InputRing, guard: DeviceGuard) -> None:
+        self._wrapped = wrapped
+        self._eval_fn = eval_fn
+        self._inputs = inputs
+        self._guard = guard
+        self._records: RecordRing | None = None
+        self.scalar_names: tuple[str, ...] = ()
+        self.gradients: list[Tensor] = []
+        self.gradient_names: list[str] = []
+
+    def probe(self) -> None:
+        """Run the forward once, to learn the metrics."""
+        self._wrapped.point(None, training=False)
+        self.scalar_names = ("loss", *self._forward()[1])
+
+    def equip(self, records: RecordRing, shadow: Shadow) -> None:
+        """Take the record; an evaluation needs no shadow."""
+        self._records = records
+
+    def __call__(self) -> None:
+        """Run the evaluation once."""
+        records = self._records
+        assert records is not None, "equip comes before the first run"
+        self._wrapped.point(records, training=False)
+        records.row.zero_()
+        loss, metrics = self._forward()
+        launch, attempt, slot = self._inputs.control
+        zero = torch.zeros_like(launch)
+        counters = [launch, attempt, zero, zero, zero, self._guard.committed]
+        records.write(counters, [loss, *metrics.values()], slot.reshape(1))
+
+    def _forward(self) -> tuple[Tensor, dict[str, Tensor]]:
+        wrapped = self._wrapped
+        batch = self._inputs.batches[0]
+        with evaluation_mode(wrapped.model), torch.no_grad(), wrapped.precision():
+            mask = wrapped.mask_of(batch)
+            for binding in wrapped.bindings.values():
+                binding.token_mask = mask
+            loss, metrics = split_loss(self._eval_fn(wrapped.model, batch))
+            for binding in wrapped.bindings.values():
+                for term in binding.take_losses():
+                    metrics[term.name] = metrics[term.name] + term.value if term.name in metrics else term.value
+        return loss, metrics
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """eval() for every module, and afterwards each module's own flag as before."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,107 @@
+"""How a layer takes part in a step: the one protocol between the runner and what the model is made of.
+
+The runner discovers participants among the model's modules by the shape of this protocol and knows
+nothing else about them. A participant declares integer record fields, adds to them while its forward
+runs, hands over auxiliary losses, and updates state of its own only in `commit_step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from staticmoe.config import CapacityPolicy
+
+
+class Reason(enum.IntFlag):
+    """Why a step may not commit; bits of the device scalar `StepBinding.reasons`."""
+
+    CAPACITY_OVERFLOW = 1
+    STASH_OVERFLOW = 2
+    NONFINITE_LOSS = 4
+    NONFINITE_GRADIENT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerm:
+    """A loss that a participant adds to the user's.
+
+    Attributes:
+        name: key under which the runner reports the sum over participants, before the coefficient.
+        value: fp32 scalar, differentiable.
+        coefficient: factor under which the runner adds it to the loss.
+    """
+
+    name: str
+    value: Tensor
+    coefficient: float
+
+
+class StepBinding:
+    """What the runner lends a participant while it is wrapped.
+
+    Attributes:
+        fields: record field name -> int64 accumulator of the declared shape. Zeroed by the runner at the
+            start of each step, added to over its micro-batches, copied into the record at its end.
+        reasons: int64 0-dim accumulator of `Reason` bits.
+        capacity: the capacity in force; the runner swaps it between training and evaluation.
+        facts: host-side integers that the participant tells about its buffers in its forward, such as
+            "capacity_rows" and "can_overflow" (0 or 1). They are constants of a capture.
+        token_mask: bool tensor of the current micro-batch, True for real tokens, or None.
+        training: whether the current iteration is a training step.
+        entered: how many times a forward has reached the participant since the runner last cleared it.
+    """
+
+    def __init__(self, fields: Mapping[str, Tensor], reasons: Tensor, capacity: CapacityPolicy) -> None:
+        self.fields = dict(fields)
+        self.reasons = reasons
+        self.capacity = capacity
+        self.facts: dict[str, int] = {}
+        self.token_mask: Tensor | None = None
+        self.training = True
+        self.entered = 0
+        self._losses: list[LossTerm] = []
+
+    @staticmethod
+    def in_recompute() -> bool:
+        """True inside a backward pass, where activation checkpointing runs a forward a second time."""
+        return torch._C._current_graph_task_id() != -1
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add `value` to the record field `name`; a recomputed forward adds nothing."""
+        if not self.in_recompute():
+            self.fields[name].add_(value)
+
+    def flag(self, reason: int, condition: Tensor) -> None:
+        """Set `reason` for this step where the bool 0-dim tensor `condition` is true."""
+        if not self.in_recompute():
+            self.reasons.bitwise_or_(condition.to(torch.int64) * int(reason))
+
+    def add_loss(self, name: str, value: Tensor, coefficient: float) -> None:
+        """Hand over an auxiliary loss of the current micro-batch; a recomputed forward hands over nothing."""
+        if not self.in_recompute():
+            self._losses.append(LossTerm(name, value, coefficient))
+
+    def take_losses(self) -> Sequence[LossTerm]:
+        """Return the losses handed over since the last call, and forget them."""
+        losses, self._losses = self._losses, []
+        return losses
+
+
+@runtime_checkable
+class StepParticipant(Protocol):
+    """A module that takes part in the step. Structural: no base class to inherit."""
+
+    def step_fields(self) -> Mapping[str, tuple[int, ...]]:
+        """Return record field name -> shape; every field is int64."""
+
+    def bind_step(self, binding: StepBinding | None) -> None:
+        """Take the runner's binding, or give it up (None). A second binding is refused."""
+
+    def commit_step(self, veto: Tensor) -> None:
+        """Update own state from `fields`; `veto` is an fp32 0-dim tensor, 1 to change nothing."""

@@ -1,0 +1,213 @@
+"""One iteration at one batch shape: its static inputs, its record, its graph; and how they come to be.
+
+audit by observation -> warm up -> capture -> self-check, all under veto, from the example batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from staticmoe.capture import Capture, Graph, Provenance, Recorder
+from staticmoe.capture.provenance import storage_key
+from staticmoe.errors import CaptureError, ModelError, SelfCheckError
+from staticmoe.observe.record import Record, RecordLayout, RecordRing
+from staticmoe.runner.commit import Shadow, restore
+from staticmoe.runner.guard import DeviceGuard
+from staticmoe.runner.inputs import InputRing
+from staticmoe.runner.iteration import Wrapped
+from staticmoe.runner.watch import HostState
+
+log = logging.getLogger(__name__)
+
+_EXAMPLE_SEED = 0
+
+
+class Iteration(Protocol):
+    """What a program runs."""
+
+    scalar_names: tuple[str, ...]
+    gradients: list[Tensor]
+    gradient_names: list[str]
+
+    def probe(self) -> None:
+        """Run without a record."""
+
+    def equip(self, records: RecordRing, shadow: Shadow) -> None:
+        """Take record and shadow."""
+
+    def __call__(self) -> None:
+        """Run once."""
+
+
+class Program:
+    """Static inputs, record and graph of one iteration at one batch shape.
+
+    Attributes:
+        facts: participant -> what it told about its buffers.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        iteration: Iteration,
+        inputs: InputRing,
+        guard: DeviceGuard,
+        capture: Capture,
+        provenance: Provenance,
+    ) -> None:
+        self.inputs = inputs
+        self.facts: dict[str, dict[str, int]] = {}
+        self._wrapped = wrapped
+        self._iteration = iteration
+        self._guard = guard
+        self._capture = capture
+        self._provenance = provenance
+        self._graph: Graph | None = None
+        self._records: RecordRing | None = None
+        self._captured_gradients: list[Tensor] = []
+        modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
+        self._recorder = functools.partial(Recorder, provenance, modules, strict=capture.name != "off")
+
+    @property
+    def records(self) -> RecordRing:
+        """The record of a built program."""
+        assert self._records is not None, "build comes first"
+        return self._records
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes that the graph keeps between replays."""
+        return self._graph.owned_bytes if self._graph is not None else 0
+
+    def build(self, functions: tuple[Callable[..., Any], ...], slots: int) -> None:
+        """Observe, warm up and capture from the example batch in slot 0; commits nothing.
+
+        Raises:
+            CaptureError: the iteration cannot be captured; what it had mutated is as before.
+        """
+        self._provenance.declare({**self.inputs.tensors, **self._guard.tensors}, changing=True)
+        halted = self._guard.halted.clone()
+        committed = self._guard.committed.clone()
+        self._guard.halted.fill_(1)
+        with self._provenance.open():
+            try:
+                self._build(functions, slots)
+            finally:
+                restore(self._provenance.mutated.values())
+                self._provenance.mutated.clear()
+                self._guard.halted.copy_(halted)
+                self._guard.committed.copy_(committed)
+
+    def _build(self, functions: tuple[Callable[..., Any], ...], slots: int) -> None:
+        own = {storage_key(t) for t in (*self.inputs.tensors.values(), *self._guard.tensors.values())}
+        own |= {storage_key(t) for fields in self._wrapped.scratch.values() for t in fields.values()}
+        for binding in self._wrapped.bindings.values():
+            binding.entered = 0
+        with self._provenance.saving():
+            self._observe(self._iteration.probe)
+        idle = [name or "(the model)" for name, binding in self._wrapped.bindings.items() if not binding.entered]
+        if idle:
+            raise ModelError(
+                f"model: expected the forward to enter every layer that takes part in the step, got none into {idle}; "
+                "the loss does not use them: remove them, or use them"
+            )
+        mutations = [mutation for key, mutation in self._provenance.mutated.items() if key not in own]
+        restore(mutations)
+        if mutations:
+            log.info("shadowed under veto: %s", ", ".join(mutation.name or "an unnamed tensor" for mutation in mutations))
+        fields = tuple(
+            (name, field, tuple(tensor.shape))
+            for name, tensors in self._wrapped.scratch.items()
+            for field, tensor in tensors.items()
+        )
+        self._records = RecordRing(RecordLayout(self._iteration.scalar_names, fields), slots, self._wrapped.device)
+        shadow = Shadow(mutations)
+        tensors = {"record row": self._records.row, "record ring": self._records.ring, **shadow.tensors}
+        self._provenance.declare(tensors, changing=True)
+        self._iteration.equip(self._records, shadow)
+        warmups = self._wrapped.config.capture_warmup_iters if self._capture.name != "off" else 1
+        for _ in range(warmups):
+            self._observe(self._iteration)
+        before = HostState(self._wrapped.model, functions)
+        self.inputs.stage(0)
+        with self._capture.seeded(_EXAMPLE_SEED):
+            self._graph = self._capture.capture(self._iteration, self._recorder)
+        self._captured_gradients = self._iteration.gradients
+        changed = before.changes()
+        if changed and self._capture.name != "off":
+            raise CaptureError(
+                f"the iteration changes Python state that a replay would not change: {'; '.join(changed[:5])}; keep such "
+                "state in a buffer that is updated in place, or in runner.scalars"
+            )
+        self.facts = {name: dict(binding.facts) for name, binding in self._wrapped.bindings.items()}
+
+    def _observe(self, run: Callable[[], None]) -> None:
+        self.inputs.stage(0)
+        with self._capture.seeded(_EXAMPLE_SEED), self._recorder().watch():
+            run()
+
+    def run(self, slot: int) -> None:
+        """Stage slot `slot`, replay, and copy its record out; in stream order."""
+        assert self._graph is not None, "build comes first"
+        self.inputs.stage(slot)
+        with self._capture.seeded(self.inputs.seed(slot)):
+            self._graph.replay()
+        self.records.copy_out(slot)
+
+    def self_check(self, slot: int) -> None:
+        """Compare a replay with the uncaptured iteration on slot `slot`, both vetoed: record and gradients, bitwise.
+
+        Raises:
+            SelfCheckError: they differ, and two uncaptured runs do not.
+        """
+        if self._capture.name == "off" or self._graph is None:
+            return
+        halted, committed = self._guard.halted.clone(), self._guard.committed.clone()
+        self._guard.halted.fill_(1)
+        try:
+            plain = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
+            replayed = self._outcome(slot, self._graph.replay, lambda: self._captured_gradients)
+            differences = self._differences(plain, replayed)
+            if differences:
+                again = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
+                noise = self._differences(plain, again)
+                if not noise:
+                    raise SelfCheckError(
+                        f"a replay differs from the uncaptured iteration in {'; '.join(differences[:5])}, while two "
+                        "uncaptured runs agree: something that the iteration reads is frozen in the graph"
+                    )
+                log.warning("self-check: two uncaptured runs differ too, in %s", "; ".join(noise[:5]))
+        finally:
+            self._guard.halted.copy_(halted)
+            self._guard.committed.copy_(committed)
+
+    def _outcome(
+        self, slot: int, run: Callable[[], None], gradients: Callable[[], list[Tensor]]
+    ) -> tuple[Record, list[Tensor]]:
+        self.inputs.stage(slot)
+        with self._capture.seeded(self.inputs.seed(slot)):
+            run()
+        self.records.copy_out(slot)
+        return self.records.read(slot), [gradient.clone() for gradient in gradients()]
+
+    def _differences(self, one: tuple[Record, list[Tensor]], other: tuple[Record, list[Tensor]]) -> list[str]:
+        found = [
+            f"{name} ({value!r} against {other[0].scalars[name]!r})"
+            for name, value in one[0].scalars.items()
+            if not _same_float(value, other[0].scalars[name])
+        ]
+        if one[0].fields != other[0].fields:
+            found.append("the participants' counts")
+        for name, left, right in zip(self._iteration.gradient_names, one[1], other[1], strict=True):
+            if not bool(((left == right) | (left.isnan() & right.isnan())).all()):
+                found.append(f"the gradient of {name} (by at most {float((left - right).abs().max()):.3g})")
+        return found
+
+
+def _same_float(one: float, other: float) -> bool:
+    return one == other or (one != one and other != other)
