@@ -17,8 +17,9 @@ from staticmoe.errors import (
     StaticMoEError,
 )
 from staticmoe.moe import StaticMoE
+from staticmoe.observe.record import Reason
 from staticmoe.observe.results import EvalResult, StepResult
-from staticmoe.runner import DeviceScalars, MicroBatches, Reason, StaticMoERunner
+from staticmoe.runner import DeviceScalars, MicroBatches, StaticMoERunner
 
 __version__ = "0.1.0"
 

@@ -48,7 +48,16 @@ class HostReadGuard(TorchFunctionMode):
         read = _HOST_READS.get(func) if func.__hash__ is not None else None
         if read is not None:
             raise CaptureError(f"{read} reads a device value on the host at {self._where()}; {_MEND_READ}")
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """one_hot as a GPU computes it: on a CPU torch checks the range of the values, which reads them."""
+    if num_classes < 0:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 @contextlib.contextmanager

@@ -28,9 +28,13 @@ def storage_key(tensor: Tensor) -> int:
 def live_tensors() -> list[Tensor]:
     """Every tensor that some Python object refers to now. Strong references: drop the list soon."""
     tensors = []
+    tensor_types: dict[type, bool] = {}
     for candidate in gc.get_objects():
         # type(), not isinstance(): lazy proxies import whole packages when asked for their class.
-        if issubclass(type(candidate), Tensor):
+        kind = type(candidate)
+        if kind not in tensor_types:
+            tensor_types[kind] = issubclass(kind, Tensor)
+        if tensor_types[kind]:
             try:
                 storage_key(candidate)
             except (RuntimeError, NotImplementedError):
@@ -85,7 +89,7 @@ class Provenance:
         self._written: set[int] = set()
         self._epoch = 0
         self._names: dict[int, str] = {}
-        self._declared: list[Tensor] = []
+        self._declared: dict[int, Tensor] = {}
         self._changing: set[int] = set()
         self._constants: list[Tensor] = []
         self._constant_keys: set[int] = set()
@@ -98,10 +102,18 @@ class Provenance:
         for name, tensor in tensors.items():
             key = storage_key(tensor)
             self._names[key] = name
-            self._declared.append(tensor)
+            self._declared[key] = tensor
             self._made.pop(key, None)
             if changing:
                 self._changing.add(key)
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Let go of declared tensors that nothing uses any more."""
+        for key in map(storage_key, tensors):
+            self._declared.pop(key, None)
+            self._names.pop(key, None)
+            self._changing.discard(key)
+            self._written.discard(key)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -134,6 +146,10 @@ class Provenance:
         """Whether `tensor` outlives an iteration: declared, or alive before the first one."""
         key = storage_key(tensor)
         return key in self._names or key in self._constant_keys
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Whether nothing was ever seen of `tensor`."""
+        return not self.outlives(tensor) and storage_key(tensor) not in self._made
 
     def fault(self, tensor: Tensor) -> str | None:
         """Say why a replay could not read `tensor`, or None where its origin is known."""

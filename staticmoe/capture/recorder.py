@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
                 return implementation(*args, **kwargs)
         inputs = tensors_in(args, kwargs)
         if self._strict:
-            reason = refusal(func, args, kwargs)
+            reason = refusal(func, args, kwargs, self._is_literal)
             if reason is not None:
                 raise CaptureError(f"{func} at {self._where()} {reason}")
             self._check_origins(func, args, kwargs, inputs)
@@ -87,6 +87,8 @@ class Recorder(TorchDispatchMode):
                 raise CaptureError(f"{func} at {self._where()} uses a tensor of layout {tensor.layout}; use a dense one")
             if func.is_view or storage_key(tensor) in overwritten:
                 continue
+            if _name(func) in _TAKES_LITERAL and self._is_literal(tensor):
+                continue
             fault = self._provenance.fault(tensor)
             if fault is not None:
                 raise CaptureError(
@@ -94,11 +96,15 @@ class Recorder(TorchDispatchMode):
                     "or compute it inside the iteration"
                 )
 
+    def _is_literal(self, tensor: Tensor) -> bool:
+        """A Python number that torch made a tensor of without an operation."""
+        return tensor.dim() == 0 and tensor.device.type == "cpu" and self._provenance.is_unknown(tensor)
+
     def _enter(
         self, func: Any, args: Any, kwargs: Any, result: Any, before: set[int], derived: bool, writes: bool
     ) -> None:
         """Note what the operation made and put it on the tape."""
-        name = func._schema.name.split("::")[-1]
+        name = _name(func)
         results = result if isinstance(result, (tuple, list)) else (result,)
         fresh = [
             (position, tensor)
@@ -154,6 +160,11 @@ class Recorder(TorchDispatchMode):
         return locate(self._modules)
 
 
+def _name(func: Any) -> str:
+    """Operation name without namespace and overload."""
+    return func._schema.name.split("::")[-1]
+
+
 def _without_history(tree: Any) -> Any:
     """Copy of arguments with every tensor cut from the autograd graph, which would else live as long as the tape."""
     if isinstance(tree, Tensor):
@@ -182,7 +193,7 @@ _SILENT_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_no
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors that the operation writes."""
-    name = func._schema.name.split("::")[-1]
+    name = _name(func)
     written = tensors_in(args[3:5]) if name in _SILENT_BATCH_NORMS and args[5] else []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -192,12 +203,14 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
+# Indexed assignment turns a Python number into a tensor without an operation; it is a literal like any other.
+_TAKES_LITERAL = {"index_put_", "_index_put_impl_", "fill_", "copy_"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors that the operation writes and does not read."""
-    name = func._schema.name.split("::")[-1]
+    name = _name(func)
     if name in _OVERWRITES:
         # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
         return tensors_in(args[0])

@@ -5,6 +5,7 @@ Each rule looks at an operation and its arguments and answers with a reason and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +20,27 @@ _READS = {
 }
 _MEND_READ = "keep it on the device: torch.where instead of a branch, tensor arithmetic instead of a Python number"
 _MEND_SHAPE = "use a form of fixed size: torch.where with a mask, a fixed capacity, or an explicit output size"
+_INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 _REPLACES_STORAGE = {"set_", "resize_", "resize_as_", "resize"}
 
 
-def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why `func` cannot be replayed and what to write instead, or None where it can."""
+def refusal(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_literal: Callable[[Tensor], bool]
+) -> str | None:
+    """Return why `func` cannot be replayed and what to write instead, or None where it can.
+
+    Args:
+        is_literal: whether a tensor is a Python number in disguise.
+    """
     if func in _READS:
         return f"{_READS[func]}; {_MEND_READ}"
     if func.namespace in ("c10d", "_c10d_functional"):
         return "is a collective, which the emulated capture does not record yet; run with capture='off'"
     name = func._schema.name.split("::")[-1]
+    if name in _INDEXING:
+        return _mask_index(name, args, is_literal)
     if func.namespace == "aten" and name in _REPLACES_STORAGE:
         return "replaces or resizes the memory of a tensor, which a replay cannot follow; allocate the final size once"
-    mask = _mask_index(name, args)
-    if mask is not None:
-        return mask
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return None
@@ -41,14 +48,12 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
     return None
 
 
-def _mask_index(name: str, args: tuple[Any, ...]) -> str | None:
+def _mask_index(name: str, args: tuple[Any, ...], is_literal: Callable[[Tensor], bool]) -> str | None:
     """A boolean mask as an index looks like any other index: tell it by its dtype."""
-    if name not in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
-        return None
     masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
     if not masks:
         return None
-    # Storing one number through one mask is a masked fill, which has a fixed shape.
-    if name.startswith(("index_put", "_index_put")) and args[2].numel() == 1 and len(args[1]) == 1:
+    # Storing a Python number through one mask is a masked fill, which has a fixed shape; a device value is not.
+    if name.startswith(("index_put", "_index_put")) and len(args[1]) == 1 and is_literal(args[2]):
         return None
     return f"uses a boolean mask as an index, so its size depends on values; {_MEND_SHAPE}"

@@ -59,7 +59,7 @@ class Publisher:
             "attempt": record.attempt,
             "void": record.void,
             "skipped": record.veto,
-            "reasons": record.reasons,
+            "reasons": [str(reason.name).lower() for reason in record.reasons],
             **record.scalars,
             "drop_rate": result.moe.drop_rate,
             "moe": {

@@ -7,10 +7,20 @@ the row and puts it into slot `slot` of a device ring; the stream copies that sl
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 import torch
 from torch import Tensor
+
+class Reason(enum.IntFlag):
+    """Why a step may not commit; bits of a device scalar and of a record's counter."""
+
+    CAPACITY_OVERFLOW = 1
+    STASH_OVERFLOW = 2
+    NONFINITE_LOSS = 4
+    NONFINITE_GRADIENT = 8
+
 
 COUNTERS = ("launch", "attempt", "void", "reasons", "veto", "committed")
 
@@ -51,7 +61,7 @@ class Record:
     launch: int
     attempt: int
     void: bool
-    reasons: int
+    reasons: Reason
     veto: bool
     committed: int
     scalars: dict[str, float]
@@ -117,7 +127,7 @@ class RecordRing:
             launch=counters["launch"],
             attempt=counters["attempt"],
             void=bool(counters["void"]),
-            reasons=counters["reasons"],
+            reasons=Reason(counters["reasons"]),
             veto=bool(counters["veto"]),
             committed=counters["committed"],
             scalars=dict(zip(names, values, strict=True)),

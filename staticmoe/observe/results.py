@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from staticmoe.observe.record import Record
+from staticmoe.observe.record import Reason, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +135,8 @@ class StepResult:
         return self._read().veto
 
     @property
-    def reasons(self) -> int:
-        """`Reason` bits of the step."""
+    def reasons(self) -> Reason:
+        """Why the step did not commit, or what a policy let pass; 0 for none."""
         return self._read().reasons
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from staticmoe.runner.inputs import DeviceScalars, MicroBatches
-from staticmoe.runner.participants import Reason, StepBinding, StepParticipant
+from staticmoe.runner.participants import StepBinding, StepParticipant
 from staticmoe.runner.runner import StaticMoERunner
 
-__all__ = ["DeviceScalars", "MicroBatches", "Reason", "StaticMoERunner", "StepBinding", "StepParticipant"]
+__all__ = ["DeviceScalars", "MicroBatches", "StaticMoERunner", "StepBinding", "StepParticipant"]

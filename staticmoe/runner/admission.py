@@ -34,10 +34,14 @@ def admit_model(model: object) -> torch.device:
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 raise ModelError(f"model: expected a plain module, got {_WRAPPERS[kind.__name__]}")
-    tensors = [*model.parameters(), *model.buffers()]
-    devices = {tensor.device for tensor in tensors}
-    if torch.device("meta") in devices:
-        raise ModelError("model: expected parameters with data, got some on the meta device; load or initialise them first")
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    devices = {tensor.device for tensor in tensors.values()}
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise ModelError(
+            f"model: expected parameters with data, got {len(empty)} on the meta device ({', '.join(empty[:5])}); "
+            "load or initialise them first"
+        )
     if len(devices) != 1:
         raise ModelError(f"model: expected all parameters and buffers on one device, got {sorted(map(str, devices))}")
     return devices.pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from staticmoe.errors import BatchError, ReplayError
@@ -23,6 +23,7 @@ class Family:
 
     Args:
         kind: "training" or "evaluation", for messages.
+        shapes: of the micro-batches that the user declared; each is built at its first use.
         make: makes and builds the program of a shape.
         state: takes the Python state that the programs freeze.
         options: takes the optimizer's options, or None for an evaluation.
@@ -31,6 +32,7 @@ class Family:
     def __init__(
         self,
         kind: str,
+        shapes: Sequence[BatchShape],
         make: Callable[[BatchShape], Program],
         state: Callable[[], HostState],
         options: Callable[[], OptimizerState] | None,
@@ -39,7 +41,7 @@ class Family:
         self._make = make
         self._take_state = state
         self._take_options = options
-        self._programs: list[tuple[BatchShape, Program | None]] = []
+        self._programs: list[tuple[BatchShape, Program | None]] = [(shape, None) for shape in shapes]
         self._state: HostState | None = None
         self._options: OptimizerState | None = None
         self._causes: collections.Counter[str] = collections.Counter()
@@ -49,35 +51,22 @@ class Family:
         """Those that are built."""
         return [program for _, program in self._programs if program is not None]
 
-    def declare(self, shape: BatchShape) -> Program:
-        """Add a batch shape and build its program."""
-        program = self._make(shape)
-        self._programs.append((shape, program))
-        if self._state is None:
-            self._remember()
-        return program
-
-    def find(self, batch: Any) -> tuple[BatchShape, int] | None:
-        """The declared shape that `batch` has and its number, or None."""
-        for number, (shape, _) in enumerate(self._programs):
-            if shape.mismatch(batch) is None:
-                return shape, number
-        return None
-
     def shape_of(self, batch: Any) -> tuple[BatchShape, int]:
-        """The declared shape that `batch` has and its number.
+        """The declared shape that `batch` has, and its number.
 
         Raises:
-            BatchError: none; compares with the first.
+            BatchError: it has none; compares with each.
         """
-        found = self.find(batch)
-        if found is None:
-            self._programs[0][0].check(batch)
-            raise BatchError("batch: fits no declared shape")
-        return found
+        problems = []
+        for number, (shape, _) in enumerate(self._programs):
+            problem = shape.mismatch(batch)
+            if problem is None:
+                return shape, number
+            problems.append(problem)
+        raise BatchError(f"{'; or '.join(problems)}; pad the batch to a captured shape, or declare its shape in example_batch")
 
     def program(self, number: int) -> Program:
-        """The program of shape `number`, built if a change has dropped it."""
+        """The program of shape `number`, built now if it is not there or a change has dropped it."""
         shape, program = self._programs[number]
         if program is None:
             program = self._make(shape)
@@ -88,6 +77,8 @@ class Family:
 
     def drop(self) -> None:
         """Forget all graphs; the next use of a shape builds it again."""
+        for program in self.programs:
+            program.retire()
         self._programs = [(shape, None) for shape, _ in self._programs]
         self._state = self._options = None
 

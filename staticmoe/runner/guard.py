@@ -12,8 +12,7 @@ from torch import Tensor
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import CapacityError, NonFiniteError, StaticMoEError
-from staticmoe.observe.record import Record
-from staticmoe.runner.participants import Reason
+from staticmoe.observe.record import Reason, Record
 
 _NONFINITE = Reason.NONFINITE_LOSS | Reason.NONFINITE_GRADIENT
 _OVERFLOW = Reason.CAPACITY_OVERFLOW | Reason.STASH_OVERFLOW
@@ -111,7 +110,7 @@ class HostGuard:
         return None
 
     def _error(self, record: Record, capacities: dict[str, int], prefix: str) -> StaticMoEError:
-        reasons = Reason(record.reasons)
+        reasons = record.reasons
         if reasons & _OVERFLOW:
             return CapacityError(prefix + self._overflow_words(record, capacities))
         words = " and ".join(str(reason.name).lower().replace("_", " ") for reason in reasons)

@@ -88,8 +88,12 @@ _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
 def _plain(batch: Any) -> Any:
-    """A mapping of another type than dict (a BatchEncoding, say) as a dict."""
-    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+    """Mappings of any type (a BatchEncoding, say) as dicts with sorted keys, so that fields match by name."""
+    if isinstance(batch, Mapping):
+        return {key: _plain(batch[key]) for key in sorted(batch, key=str)}
+    if type(batch) in (list, tuple):
+        return type(batch)(_plain(item) for item in batch)
+    return batch
 
 
 def describe(batch: Any) -> tuple[list[Leaf], list[Any], pytree.TreeSpec]:
@@ -122,6 +126,7 @@ class BatchShape:
     """The declared structure of a micro-batch: what a graph was captured for."""
 
     def __init__(self, example: Any) -> None:
+        self._kind = type(example).__name__
         self.leaves, self._values, self._spec = describe(example)
         if not any(leaf.kind == "tensor" for leaf in self.leaves):
             raise BatchError(f"example_batch: expected at least one tensor, got {type(example).__name__} without any")
@@ -148,21 +153,24 @@ class BatchShape:
         if spec != self._spec:
             got, expected = [leaf.path for leaf in leaves], [leaf.path for leaf in self.leaves]
             missing, extra = [p for p in expected if p not in got], [p for p in got if p not in expected]
-            return f"batch: expected the structure {expected}, got {got} (missing {missing}, extra {extra})"
+            return (
+                f"batch: expected a {self._kind} of {expected}, got a {type(batch).__name__} of {got} "
+                f"(missing {missing}, extra {extra})"
+            )
         for declared, leaf in zip(self.leaves, leaves, strict=True):
             if not _fits(declared, leaf):
                 return f"batch{leaf.path}: expected {_words(declared)}, got {_words(leaf)}"
         return None
 
-    def check(self, batch: Any) -> list[Any]:
-        """Values of a batch that fits, in leaf order.
+    def values(self, batch: Any) -> list[Any]:
+        """Values of a batch, in leaf order.
 
         Raises:
-            BatchError: structure, shape or dtype differ; names both.
+            BatchError: structure, shape or dtype differ from the declared; names both.
         """
         problem = self.mismatch(batch)
         if problem is not None:
-            raise BatchError(f"{problem}; pad the batch to the captured shape, or declare its shape in example_batch")
+            raise BatchError(f"{problem}; every micro-batch of a step needs one declared shape")
         return describe(batch)[1]
 
 
@@ -260,8 +268,13 @@ class InputRing:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> static tensor, for the book of origins."""
-        named = {"learning rates": self.learning_rates, "step control": self.control, "scalars": self._scalars}
+        """Name -> tensor that `stage` writes, for the book of origins."""
+        return {**self.own_tensors, "scalars": self._scalars}
+
+    @property
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Those that no other program stages."""
+        named = {"learning rates": self.learning_rates, "step control": self.control}
         for number, tensors in enumerate(self.static):
             for leaf, tensor in zip(self.shape.leaves, tensors, strict=True):
                 if tensor is not None:

@@ -93,14 +93,15 @@ def split_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, dict):
-        raise ModelError(
-            "loss_fn: expected a scalar tensor, or (scalar tensor, {name: scalar tensor}); got "
-            f"{type(loss).__name__}{tuple(loss.shape) if isinstance(loss, Tensor) else ''}"
-        )
+        raise ModelError(f"loss_fn: expected a scalar tensor, or (scalar tensor, {{name: scalar tensor}}); got {_kind(loss)}")
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ModelError(f"loss_fn metric {name!r}: expected a scalar tensor, got {type(value).__name__}")
+            raise ModelError(f"loss_fn metric {name!r}: expected a scalar tensor, got {_kind(value)}")
     return loss.reshape(()), {name: value.detach().reshape(()) for name, value in metrics.items()}
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 class TrainIteration:
@@ -108,7 +109,7 @@ class TrainIteration:
 
     Attributes:
         scalar_names: names of the record's scalars, known once `probe` has run.
-        gradients: P gradients of the latest run of the Python, before clipping; `gradient_names` names them.
+        gradients: P gradients of the latest run of the Python, before clipping.
     """
 
     def __init__(self, wrapped: Wrapped, adapter: FusedAdapter, inputs: InputRing, guard: DeviceGuard) -> None:
@@ -118,10 +119,14 @@ class TrainIteration:
         self._guard = guard
         self._shadow = Shadow([])
         self._records: RecordRing | None = None
-        names = {id(p): name for name, p in wrapped.model.named_parameters()}
-        self.gradient_names = [names.get(id(p), "a parameter outside the model") for p in adapter.parameters]
         self.scalar_names: tuple[str, ...] = ()
         self.gradients: list[Tensor] = []
+
+    @property
+    def gradient_names(self) -> list[str]:
+        """Names of the P trained parameters."""
+        names = {id(p): name for name, p in self._wrapped.model.named_parameters()}
+        return [names[id(p)] for p in self._adapter.parameters]
 
     def probe(self) -> None:
         """Run forward and backward alone, to learn the metrics and what they mutate."""
@@ -228,14 +233,21 @@ class TrainIteration:
             if "use_reentrant=True" in str(error):
                 raise CaptureError("activation checkpointing: expected use_reentrant=False, got use_reentrant=True") from error
             raise
-        missing = [name for name, g in zip(self.gradient_names, gradients, strict=True) if g is None]
-        if missing:
+        if any(gradient is None for gradient in gradients):
+            missing = [name for name, g in zip(self.gradient_names, gradients, strict=True) if g is None]
             raise ModelError(
                 f"{len(missing)} trainable parameters in the optimizer get no gradient from the loss: "
                 f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; call requires_grad_(False) on them, "
                 "or let the loss use them"
             )
-        return list(gradients)
+        return [_laid_out_like(p, g) for p, g in zip(parameters, gradients, strict=True)]
+
+
+def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient` with the strides of `parameter`: fused optimizers walk both by one index, expanded ones too."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 class EvalIteration:

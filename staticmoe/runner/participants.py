@@ -8,7 +8,6 @@ runs, hands over auxiliary losses, and updates state of its own only in `commit_
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -16,15 +15,6 @@ import torch
 from torch import Tensor
 
 from staticmoe.config import CapacityPolicy
-
-
-class Reason(enum.IntFlag):
-    """Why a step may not commit; bits of the device scalar `StepBinding.reasons`."""
-
-    CAPACITY_OVERFLOW = 1
-    STASH_OVERFLOW = 2
-    NONFINITE_LOSS = 4
-    NONFINITE_GRADIENT = 8
 
 
 @dataclasses.dataclass(frozen=True)

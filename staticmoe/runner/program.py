@@ -32,7 +32,10 @@ class Iteration(Protocol):
 
     scalar_names: tuple[str, ...]
     gradients: list[Tensor]
-    gradient_names: list[str]
+
+    @property
+    def gradient_names(self) -> list[str]:
+        """Names of the gradients."""
 
     def probe(self) -> None:
         """Run without a record."""
@@ -70,6 +73,7 @@ class Program:
         self._graph: Graph | None = None
         self._records: RecordRing | None = None
         self._captured_gradients: list[Tensor] = []
+        self._own: dict[str, Tensor] = {}
         modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
         self._recorder = functools.partial(Recorder, provenance, modules, strict=capture.name != "off")
 
@@ -127,8 +131,8 @@ class Program:
         )
         self._records = RecordRing(RecordLayout(self._iteration.scalar_names, fields), slots, self._wrapped.device)
         shadow = Shadow(mutations)
-        tensors = {"record row": self._records.row, "record ring": self._records.ring, **shadow.tensors}
-        self._provenance.declare(tensors, changing=True)
+        self._own = {"record row": self._records.row, "record ring": self._records.ring, **shadow.tensors}
+        self._provenance.declare(self._own, changing=True)
         self._iteration.equip(self._records, shadow)
         warmups = self._wrapped.config.capture_warmup_iters if self._capture.name != "off" else 1
         for _ in range(warmups):
@@ -150,6 +154,11 @@ class Program:
         self.inputs.stage(0)
         with self._capture.seeded(_EXAMPLE_SEED), self._recorder().watch():
             run()
+
+    def retire(self) -> None:
+        """Let go of the graph and of what only this program used; it cannot run again."""
+        self._graph = None
+        self._provenance.forget([*self._own.values(), *self.inputs.own_tensors.values()])
 
     def run(self, slot: int) -> None:
         """Stage slot `slot`, replay, and copy its record out; in stream order."""

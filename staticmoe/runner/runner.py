@@ -31,6 +31,8 @@ from staticmoe.runner.watch import HostState, OptimizerState
 
 log = logging.getLogger(__name__)
 
+_EVALUATION_SEED = 0
+
 
 @dataclasses.dataclass
 class _Pending:
@@ -63,7 +65,9 @@ class StaticMoERunner:
     Args:
         model: any module with at least one staticmoe layer, all on one device.
         optimizer: built by the user from `model.parameters()`.
-        example_batch: one micro-batch: a pytree of tensors, numbers and None. A list of them declares several shapes.
+        example_batch: what `step` will be given: a pytree of tensors, numbers and None; with accumulation
+            `MicroBatches` of them or one with a leading dimension N. A list declares several shapes; all but the
+            first are captured at their first use.
         loss_fn: (model, batch) -> scalar loss, or (loss, {name: scalar}). Default: `model(**batch).loss`.
         eval_fn: the same for `evaluate`. Default: `loss_fn`.
         token_mask: which tokens are real, for every layer: a key of the batch, or batch -> bool tensor.
@@ -94,7 +98,9 @@ class StaticMoERunner:
         mode = admit_options(self._config, device)
         participants = discover(model)
         admit_optimizer(optimizer, model)
-        shapes = [BatchShape(example) for example in (example_batch if type(example_batch) is list else [example_batch])]
+        examples = example_batch if type(example_batch) is list else [example_batch]
+        micro = self._config.gradient_accumulation_steps
+        shapes = [BatchShape(split_micro_batches(example, micro)[0]) for example in examples]
         self._model, self._optimizer, self._device = model, optimizer, device
         self._adapter = FusedAdapter(optimizer)
         self.scalars = scalars if scalars is not None else DeviceScalars()
@@ -107,7 +113,7 @@ class StaticMoERunner:
         self._publisher = Publisher(self._config.run_dir)
         self._in_flight: collections.deque[_Pending] = collections.deque()
         self._launches = self._step = 0
-        self._seen_versions = -1
+        self._seen_versions = 0
         self._hooks: StateHooks | None = None
         bound: dict[str, StepBinding] = {}
         try:
@@ -148,26 +154,26 @@ class StaticMoERunner:
         idle = list(untrained(self._optimizer, self._model))
         if idle:
             log.warning("parameters that require a gradient and are not in the optimizer: %s", ", ".join(idle[:5]))
-        self._adapter.create_state()
         scratch = {f"scratch {n}.{f}": t for n, fields in self._wrapped.scratch.items() for f, t in fields.items()}
         self._provenance = Provenance(
-            changing={**dict(self._model.named_parameters()), **self._adapter.state_tensors, **scratch},
+            changing={**dict(self._model.named_parameters()), **scratch},
             steady=dict(self._model.named_buffers()),
         )
         self._training = Family(
             "training",
+            shapes,
             self._build_training,
             lambda: HostState(self._model, self._functions(self._loss_fn)),
             lambda: OptimizerState(self._optimizer, self._model),
         )
         self._evaluation = Family(
             "evaluation",
+            shapes,
             self._build_evaluation,
             lambda: HostState(self._model, self._functions(self._eval_fn), ignored=frozenset({"training"})),
             None,
         )
-        for shape in shapes:
-            self._training.declare(shape)
+        self._training.program(0)
         self._hooks = StateHooks(self._model, self._optimizer, self)
         self._publisher.start(self._describe())
 
@@ -186,6 +192,9 @@ class StaticMoERunner:
         inputs.fill(slot, values, rates, self.scalars.host_values(), launch, seed)
 
     def _build_training(self, shape: BatchShape) -> Program:
+        # Now, not in the first step: a graph of a step that creates state would create it anew each time.
+        self._adapter.create_state()
+        self._provenance.declare(self._adapter.state_tensors, changing=True)
         inputs = self._inputs(shape, self._config.gradient_accumulation_steps)
         iteration = TrainIteration(self._wrapped, self._adapter, inputs, self._guard)
         program = self._build(iteration, inputs, self._loss_fn, "training")
@@ -245,11 +254,11 @@ class StaticMoERunner:
         self._follow_changes(self._training)
         micro = split_micro_batches(batch, self._config.gradient_accumulation_steps)
         shape, number = self._training.shape_of(micro[0])
-        values = [shape.check(one) for one in micro]
+        values = [shape.values(one) for one in micro]
         self._make_room()
         program = self._training.program(number)
         result = StepResult(self._step + 1, self._settle_until)
-        slot = self._prepare(program, values, self._step + 1)
+        slot = self._prepare(program, values, self._step + 1, seed=self._capture.draw_seed())
         self._step += 1
         every = self._config.recheck_every
         if every and self._step % every == 0:
@@ -260,28 +269,28 @@ class StaticMoERunner:
         return result
 
     def evaluate(self, batch: Any) -> EvalResult:
-        """Run `eval_fn` on one micro-batch in eval mode without gradients, after all steps so far have committed.
+        """Run `eval_fn` on one micro-batch of a declared shape, in eval mode without gradients.
 
-        The first batch of a shape captures its graph.
+        It sees the state after all steps so far. The first batch of a shape captures its graph.
+
+        Raises:
+            BatchError: the batch does not fit; nothing has happened.
         """
         self._check_open()
         self.flush()
         self._follow_changes(self._evaluation)
-        found = self._evaluation.find(batch) if self._evaluation.programs else None
-        if found is None:
-            shape = BatchShape(batch)
-            self._evaluation.declare(shape)
-            found = self._evaluation.shape_of(batch)
-        shape, number = found
+        shape, number = self._evaluation.shape_of(batch)
+        values = [shape.values(batch)]
         program = self._evaluation.program(number)
         result = EvalResult(self._step, self._settle_until)
-        self._launch(program, self._prepare(program, [shape.check(batch)], self._step), result)
+        # One seed for all: an evaluation that draws gives the same for the same batch, and training draws on undisturbed.
+        self._launch(program, self._prepare(program, values, self._step, seed=_EVALUATION_SEED), result)
         return result
 
-    def _prepare(self, program: Program, values: list[list[Any]], launch: int) -> int:
+    def _prepare(self, program: Program, values: list[list[Any]], launch: int, *, seed: int) -> int:
         """Fill the next slot."""
         slot = self._launches % (self._config.max_in_flight + 1)
-        self._fill(program.inputs, slot, values, launch=launch, seed=self._capture.draw_seed())
+        self._fill(program.inputs, slot, values, launch=launch, seed=seed)
         return slot
 
     def _launch(self, program: Program, slot: int, result: StepResult) -> None:
@@ -289,6 +298,8 @@ class StaticMoERunner:
             program.run(slot)
             self._seen_versions = self._versions()
 
+        if not self._in_flight:
+            self._seen_versions = self._versions()
         self._launches += 1
         self._in_flight.append(_Pending(self._capture.stream.launch(work), slot, program, result))
 
@@ -339,13 +350,12 @@ class StaticMoERunner:
 
     def _check_order(self) -> None:
         """On a GPU a write by the user queues behind launched steps; here it would overtake them, so refuse it."""
-        if self._in_flight and self._seen_versions >= 0 and self._versions() != self._seen_versions:
-            error = ReplayError(
+        if self._in_flight and self._versions() != self._seen_versions:
+            self._seen_versions = self._versions()
+            raise ReplayError(
                 f"a parameter was written while {len(self._in_flight)} steps were in flight: it happened before those "
                 "steps, not after; call runner.synchronize() before touching parameters"
             )
-            self._seen_versions = -1
-            raise error
 
     def _follow_changes(self, family: Family) -> None:
         changes = family.changes()

@@ -1,0 +1,10 @@
+"""The custom ops, one file each: schema, fake and autograd rule. What they compute is in `staticmoe.reference`.
+
+The Python implementation of every op consists of torch ops on tensors alone, so a recording may go through it.
+"""
+
+from __future__ import annotations
+
+from staticmoe.ops import combine, experts, grouped_linear, plan, routing
+
+__all__ = ["combine", "experts", "grouped_linear", "plan", "routing"]

@@ -1,0 +1,34 @@
+"""The oracle of every op in plain PyTorch: what the kernels must compute, and what runs where there is none.
+
+Written to be read and to be right in every floating dtype, fp64 included; static shapes, no host sync.
+"""
+
+from __future__ import annotations
+
+from staticmoe.reference.activation import ACTIVATIONS, activate, activation_backward, is_gated
+from staticmoe.reference.experts import combine, combine_backward, down, experts_backward, experts_forward, up
+from staticmoe.reference.grouped import gather_rows, gather_to_tokens, grouped_mm, grouped_weight_grad
+from staticmoe.reference.plan import RoutingPlan, make_plan
+from staticmoe.reference.routing import SCORE_FUNCTIONS, route, route_backward
+
+__all__ = [
+    "ACTIVATIONS",
+    "SCORE_FUNCTIONS",
+    "RoutingPlan",
+    "activate",
+    "activation_backward",
+    "combine",
+    "combine_backward",
+    "down",
+    "experts_backward",
+    "experts_forward",
+    "gather_rows",
+    "gather_to_tokens",
+    "grouped_mm",
+    "grouped_weight_grad",
+    "is_gated",
+    "make_plan",
+    "route",
+    "route_backward",
+    "up",
+]
