@@ -197,11 +197,7 @@ class StaticMoERunner:
         self._provenance.declare(self._adapter.state_tensors, changing=True)
         inputs = self._inputs(shape, self._config.gradient_accumulation_steps)
         iteration = TrainIteration(self._wrapped, self._adapter, inputs, self._guard)
-        program = self._build(iteration, inputs, self._loss_fn, "training")
-        self._refuse_missing_ladder(program)
-        if self._config.self_check:
-            program.self_check(0)
-        return program
+        return self._build(iteration, inputs, self._loss_fn, "training")
 
     def _build_evaluation(self, shape: BatchShape) -> Program:
         inputs = self._inputs(shape, 1)
@@ -214,6 +210,10 @@ class StaticMoERunner:
         timed(lambda: program.build(functions, slots), f"built the {kind} graph ({self._capture.name})")
         for name, facts in program.facts.items():
             log.info("%s: %s", name or "(the model)", ", ".join(f"{key} {value}" for key, value in facts.items()))
+        if kind == "training":
+            self._refuse_missing_ladder(program)
+        if self._config.self_check:
+            program.self_check(0)
         return program
 
     def _refuse_missing_ladder(self, program: Program) -> None:

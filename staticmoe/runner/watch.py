@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from staticmoe.errors import OptimizerError
 
 _VALUES = (int, float, bool, str, complex, type(None))
 _MISSING = object()
+# Objects of these packages keep books of their own: the runner's binding counts the entries of a forward.
+_OWN = ("torch", "builtins", "staticmoe")
+# What a variable may refer to without being data that a loss function reads.
+_NOT_DATA = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module)
 
 
 def _is_value(value: object) -> bool:
@@ -32,7 +36,7 @@ def _same(old: Any, new: Any) -> bool:
     return _is_value(old) and _is_value(new) and type(old) is type(new) and (old == new or (old != old and new != new))
 
 
-class _Cells(MutableMapping[str, Any]):
+class _Cells(Mapping[str, Any]):
     """The closure of a function as a mapping from variable name to value."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -44,12 +48,6 @@ class _Cells(MutableMapping[str, Any]):
         except ValueError:
             return _MISSING
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("a closure variable cannot be removed")
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._cells)
 
@@ -57,16 +55,50 @@ class _Cells(MutableMapping[str, Any]):
         return len(self._cells)
 
 
-def _global_names(code: CodeType) -> set[str]:
+class _Positions(Mapping[int, Any]):
+    """A list as a mapping from position to value."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, position: int) -> Any:
+        if position >= len(self._values):
+            raise KeyError(position)
+        return self._values[position]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._values)))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Global and attribute names that `code` and the functions inside it use."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _global_names(constant)
+            names |= _names_in(constant)
+    return names
+
+
+def _names_through(code: CodeType, owner: type) -> set[str]:
+    """Those of `code` and of the methods of `owner` that it reaches by name."""
+    names = _names_in(code)
+    waiting = set(names)
+    while waiting:
+        method = getattr(owner, waiting.pop(), None)
+        found = _names_in(method.__code__) if isinstance(method, FunctionType) else set()
+        waiting |= found - names
+        names |= found
     return names
 
 
 class HostState:
     """Python values that a recorded iteration may have read, as they were when this was made.
+
+    Attributes of modules and what containers among them hold; of functions, the variables of the closure, the
+    globals and the attributes of their object that their code names.
 
     Args:
         model: its modules' attributes and its forwards' globals.
@@ -78,10 +110,11 @@ class HostState:
         self, model: nn.Module, functions: tuple[Callable[..., Any], ...], ignored: frozenset[str] = frozenset()
     ) -> None:
         self._ignored = ignored
-        self._items: list[tuple[MutableMapping[str, Any], str, Any, str]] = []
+        self._items: list[tuple[Mapping[Any, Any], Any, Any, str]] = []
+        self._seen: set[int] = set()
         forwards = {type(module).forward for module in model.modules() if not type(module).__module__.startswith("torch.")}
         for name, module in model.named_modules():
-            self._watch(vars(module), f"module '{name}' attribute", tensors=True)
+            self._watch(vars(module), f"module '{name}' attribute")
         for function in itertools.chain(functions, forwards):
             self._watch_function(function)
         self._parameters = [
@@ -91,28 +124,45 @@ class HostState:
             if tensor is not None
         ]
 
-    def _watch(self, mapping: Any, what: str, *, tensors: bool = False, names: set[str] | None = None) -> None:
-        for name in (mapping.keys() if names is None else names & mapping.keys()) - self._ignored:
+    def _watch(self, mapping: Mapping[Any, Any], what: str, *, names: set[str] | None = None, inside: bool = True) -> None:
+        """Note the values of `mapping`, and what its containers and objects hold, one level deep."""
+        for name in list(mapping):
+            if name in self._ignored or (names is not None and name not in names):
+                continue
             value = mapping[name]
-            if _is_value(value) or (tensors and isinstance(value, Tensor)):
+            if _is_value(value) or isinstance(value, Tensor):
                 self._items.append((mapping, name, value, what))
+            elif inside and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._watch_inside(value, f"{what} '{name}' entry", names)
+
+    def _watch_inside(self, value: Any, what: str, names: set[str] | None) -> None:
+        if type(value) is dict:
+            self._watch(value, what, inside=False)
+        elif type(value) is list:
+            self._watch(_Positions(value), what, inside=False)
+        elif not isinstance(value, _NOT_DATA) and type(value).__module__.split(".")[0] not in _OWN:
+            self._watch(getattr(value, "__dict__", {}), what, names=names, inside=False)
 
     def _watch_function(self, function: Any) -> None:
         if isinstance(function, functools.partial):
             self._watch(function.keywords, "keyword of the partial loss function")
-            return self._watch_function(function.func)
-        if isinstance(function, MethodType):
-            if not isinstance(function.__self__, nn.Module) and hasattr(function.__self__, "__dict__"):
-                self._watch(vars(function.__self__), f"attribute of {type(function.__self__).__name__}", tensors=True)
-            return self._watch_function(function.__func__)
-        if isinstance(function, FunctionType):
-            self._watch(_Cells(function), f"closure of {function.__qualname__}: variable", tensors=True)
-            names = _global_names(function.__code__)
-            self._watch(function.__globals__, f"global read by {function.__qualname__}:", names=names)
-        elif not isinstance(function, nn.Module) and hasattr(type(function), "__call__") and hasattr(function, "__dict__"):
-            self._watch(vars(function), f"attribute of {type(function).__name__}", tensors=True)
+            self._watch_function(function.func)
+        elif isinstance(function, MethodType):
+            self._watch_object(function.__self__, function.__func__)
+            self._watch_function(function.__func__)
+        elif isinstance(function, FunctionType):
+            names = _names_in(function.__code__)
+            self._watch(_Cells(function), f"closure of {function.__qualname__}: variable")
+            self._watch(function.__globals__, f"global of {function.__module__}:", names=names)
+        elif not isinstance(function, nn.Module) and isinstance(getattr(type(function), "__call__", None), FunctionType):
+            self._watch_object(function, type(function).__call__)
             self._watch_function(type(function).__call__)
-        return None
+
+    def _watch_object(self, owner: Any, function: FunctionType) -> None:
+        """Attributes of `owner` that `function`, a method of it, may read: a trainer also counts steps and the like."""
+        if not isinstance(owner, nn.Module) and hasattr(owner, "__dict__"):
+            self._watch(vars(owner), f"{type(owner).__name__} attribute", names=_names_through(function.__code__, type(owner)))
 
     def changes(self) -> list[str]:
         """Describe every value that is no longer as it was, parameters' storage and flags included."""

@@ -1,0 +1,120 @@
+"""The self-check, the recheck and the watch: three nets under a replay that is not the iteration any more."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from staticmoe import ReplayError, RunnerConfig, SelfCheckError, StaticMoE, StaticMoERunner
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = StaticMoE(8, 4, 4, 2)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x.mean() + 0 * self.moe(x).sum()
+
+
+def wrap(loss_fn: Any, **options: Any) -> StaticMoERunner:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return StaticMoERunner(
+        model, optimizer, example_batch={"x": torch.ones(2, 8)}, loss_fn=loss_fn, config=RunnerConfig(**options)
+    )
+
+
+ONES = {"x": torch.ones(2, 8)}
+
+
+def iterator_loss() -> Any:
+    """A factor that changes on every call, where nothing but running it again can see it."""
+    factors = iter(range(1, 1000))
+    return lambda model, batch: model(batch["x"]) * next(factors)
+
+
+def test_the_self_check_finds_what_no_watch_can_see() -> None:
+    """Uncaptured runs differ from each other, replays do not: a host value is frozen."""
+    with pytest.raises(SelfCheckError, match="frozen"):
+        wrap(iterator_loss())
+
+
+def test_without_it_the_recheck_finds_it_in_the_run() -> None:
+    """recheck_every compares in the middle of a run, without disturbing it."""
+    runner = wrap(iterator_loss(), self_check=False, recheck_every=3)
+    runner.step(ONES)
+    runner.step(ONES)
+    with pytest.raises(SelfCheckError, match="frozen"):
+        runner.step(ONES)
+    clean = wrap(lambda model, batch: model(batch["x"]), recheck_every=2)
+    assert [float(clean.step(ONES).loss) for _ in range(5)] == [1.0] * 5
+    assert clean.telemetry()["committed"] == 5
+
+
+class Trainer:
+    """A user's object: the loss reads two of its attributes, its loop moves another."""
+
+    def __init__(self) -> None:
+        self.scale, self.inner, self.count = 1.0, 1.0, 0
+
+    def _inner(self) -> float:
+        return self.inner
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]) * self.scale * self._inner()
+
+
+def closure_loss(held: Any) -> Any:
+    return lambda model, batch: model(batch["x"]) * held["factor"] if isinstance(held, dict) else model(batch["x"]) * held[0]
+
+
+def test_values_that_the_loss_reads_are_followed() -> None:
+    """Attribute, attribute read by a helper method, dict, list, partial keyword, global: never the old value."""
+    trainer, by_name, by_position = Trainer(), {"factor": 1.0}, [1.0]
+
+    def keyword(model: nn.Module, batch: dict[str, Tensor], *, factor: float) -> Tensor:
+        return model(batch["x"]) * factor
+
+    partial = functools.partial(keyword, factor=1.0)
+    runners = {
+        "attribute": (wrap(trainer.loss), lambda v: setattr(trainer, "scale", v)),
+        "dict": (wrap(closure_loss(by_name)), lambda v: by_name.update(factor=v)),
+        "list": (wrap(closure_loss(by_position)), lambda v: by_position.__setitem__(0, v)),
+        "partial": (wrap(partial), lambda v: partial.keywords.update(factor=v)),
+    }
+    for what, (runner, change) in runners.items():
+        assert float(runner.step(ONES).loss) == 1.0, what
+        change(3.0)
+        assert float(runner.step(ONES).loss) == 3.0, what
+    trainer.inner = 2.0
+    assert float(runners["attribute"][0].step(ONES).loss) == 6.0
+
+
+def test_what_the_loss_does_not_read_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that counts its steps is no reason to capture again."""
+    trainer = Trainer()
+    runner = wrap(trainer.loss)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            runner.step(ONES)
+            trainer.count += 1
+    assert "recapturing" not in caplog.text
+
+
+def test_a_value_that_changes_every_step_is_an_error_that_says_so() -> None:
+    """Capturing at each step would be slower than not capturing."""
+    trainer = Trainer()
+    runner = wrap(trainer.loss)
+    with pytest.raises(ReplayError, match=r"'scale' has changed 3 times"):
+        for _ in range(6):
+            trainer.scale += 1.0
+            runner.step(ONES)
+    trainer.scale = 1.0
+    assert float(runner.step(ONES).loss) == 1.0, "usable afterwards"
