@@ -14,7 +14,7 @@ from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
 from staticmoe.capture.rules import refusal
 from staticmoe.capture.source import Source, locate
-from staticmoe.capture.tape import Entry, Tape
+from staticmoe.capture.tape import Entry, Tape, operation
 from staticmoe.errors import CaptureError
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -120,24 +120,18 @@ class Recorder(TorchDispatchMode):
             if self._provenance.outlives(tensor):
                 self._tape.refer(tensor.detach())
         for _, tensor in fresh:
-            self._tape.own(tensor)
+            self._tape.own(tensor, overwritten=name not in _EMPTY)
         if name in _EMPTY or torch.Tag.inplace_view in func.tags or not (fresh or writes):
             return
-        bound_args, bound_kwargs = _without_history(args), _without_history(kwargs)
-        self._tape.append(
-            Entry(
-                run=lambda: func(*bound_args, **bound_kwargs),
-                fresh=tuple((position, tensor.detach()) for position, tensor in fresh),
-                name=str(func),
-            )
-        )
+        recorded = [(position, tensor.detach()) for position, tensor in fresh]
+        self._tape.append(operation(func, _without_history(args), _without_history(kwargs), recorded))
 
     def _get_random_state(self, read: Any) -> Tensor:
         with _disable_current_modes():
             state = read()
             self._provenance.made(state, derived=True, written=True, source=locate(self._modules))
             if self._tape is not None:
-                self._tape.own(state)
+                self._tape.own(state, overwritten=True)
                 self._tape.append(Entry(run=read, fresh=((0, state),), name="get_rng_state"))
         return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ class Entry:
 
     Attributes:
         run: calls the operation on the recorded arguments.
-        fresh: (position in the flat results, recorded tensor) of results that are new memory, not an alias.
+        fresh: (position in the flat results, recorded tensor) of results that `run` makes anew.
         name: operation name, for messages.
     """
 
@@ -28,30 +29,71 @@ class Entry:
     name: str
 
 
+def operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fresh: list[tuple[int, Tensor]]) -> Entry:
+    """Entry that runs `func` again and leaves its results in the tensors of the recording.
+
+    Where torch has a form of `func` that writes into given tensors, the entry uses it and saves the copy.
+
+    Args:
+        fresh: (position, tensor) of the results that are new memory.
+    """
+    names = _out_names(func) if len(fresh) == len(func._schema.returns) else None
+    if names is None or any(0 in tensor.stride() for _, tensor in fresh):
+        return Entry(lambda: func(*args, **kwargs), tuple(fresh), str(func))
+    form, places = names
+    given = {**kwargs, **{name: tensor for name, (_, tensor) in zip(places, fresh, strict=True)}}
+    return Entry(lambda: form(*args, **given), (), str(func))
+
+
+@functools.cache
+def _out_names(func: Any) -> tuple[Any, list[str]] | None:
+    """The overload of `func` with the same arguments and an output for each result, and the outputs' names."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+
+    def plain(schema: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in schema.arguments if not argument.is_out]
+
+    packet = func._overloadpacket
+    for name in packet.overloads():
+        form = getattr(packet, name)
+        places = [argument.name for argument in form._schema.arguments if argument.is_out]
+        if len(places) == len(func._schema.returns) and places and plain(form._schema) == plain(func._schema):
+            return form, places
+    return None
+
+
 class Tape:
     """Operations of one iteration and the memory that they own.
 
-    A replay runs every operation on the tensors of the recording and copies each new result into the tensor
-    that the recording made, so that storages stay where they are as in a CUDA graph. Before a replay all
-    memory that the tape owns is filled with NaN (floats) or out-of-range integers: what reads a value left
+    A replay runs every operation on the tensors of the recording and leaves each result in the tensor that the
+    recording made, so that storages stay where they are as in a CUDA graph. Memory that no operation overwrites
+    whole is filled with NaN (floats) or out-of-range integers before each replay: what reads a value left there
     by an earlier replay shows.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._owned: dict[int, tuple[Tensor, int]] = {}
+        self._owned: dict[int, Tensor] = {}
+        self._poisoned: dict[int, tuple[Tensor, int]] = {}
         self._external: dict[int, tuple[Tensor, int]] = {}
 
     def append(self, entry: Entry) -> None:
         """Add an operation at the end."""
         self.entries.append(entry)
 
-    def own(self, tensor: Tensor) -> None:
-        """Take the memory of `tensor`, made by this tape, for poisoning between replays."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._owned and storage.nbytes():
+    def own(self, tensor: Tensor, *, overwritten: bool) -> None:
+        """Take the memory of `tensor`, made by this tape.
+
+        Args:
+            overwritten: the operation that made it writes all of it, at each replay; else it is poisoned before.
+        """
+        key = tensor.untyped_storage()._cdata
+        raw = raw_bytes(tensor)
+        self._owned[key] = raw
+        if not overwritten and raw.numel():
             fill = 0xFF if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0x7F
-            self._owned[storage._cdata] = (raw_bytes(tensor), 1 if tensor.dtype == torch.bool else fill)
+            self._poisoned[key] = (raw, 1 if tensor.dtype == torch.bool else fill)
 
     def refer(self, tensor: Tensor) -> None:
         """Remember the size of memory that the tape reads or writes and does not own."""
@@ -61,7 +103,7 @@ class Tape:
     @property
     def owned_bytes(self) -> int:
         """Bytes of intermediate results that the tape keeps."""
-        return sum(raw.numel() for raw, _ in self._owned.values())
+        return sum(raw.numel() for raw in self._owned.values())
 
     def replay(self) -> None:
         """Run the recorded iteration once.
@@ -71,7 +113,7 @@ class Tape:
         """
         self._check_external()
         with torch.no_grad():
-            for raw, fill in self._owned.values():
+            for raw, fill in self._poisoned.values():
                 raw.fill_(fill)
             for entry in self.entries:
                 self._run(entry)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +34,6 @@ from staticmoe.demo.model import HEAD_SIZE
 from staticmoe.demo.run import DemoRun, TrainOptions, load_corpus
 from staticmoe.errors import ConfigError, StaticMoEError
 from staticmoe.observe.sinks.jsonl import JsonlSink
-
-log = logging.getLogger(__name__)
 
 # A result is read when this many later steps have been launched: by then it has arrived.
 READ_LATE_BY = 2

@@ -186,7 +186,7 @@ def describe_end(
     dropped = sum(sum(layer["dropped"]) for layer in totals)
     rate = tally.arrived * run.tokens_per_step / seconds if seconds > 0 else 0.0
     skipped = f", {tally.skipped} of them skipped" if tally.skipped else ""
-    loads = "  ".join(f"{name} {load:.2f}" for name, load in tally.loads().items())
+    loads = "  ".join(f"{name} {load:.2f}" for name, load in tally.loads().items()) or "no steps in this call"
     return [
         ("backend", run.runner.backend + _backend_in_words(run.runner.backend)),
         ("steps", f"{run.step} of {run.options.steps}{skipped}"),

@@ -190,8 +190,8 @@ class StaticMoE(nn.Module):
         """
         if self._last_losses is None:
             raise ModelError(
-                "router_losses: expected a forward with gradients enabled, without runner and without given routing, "
-                "since construction or the last forward; got none. Under a runner read result.metrics"
+                "router_losses: expected the last forward to have had gradients enabled, the layer's own router and no "
+                "runner; got none such. Under a runner read result.metrics"
             )
         return dict(self._last_losses)
 

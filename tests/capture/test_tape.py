@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -158,22 +159,30 @@ def test_a_host_read_inside_a_custom_op_is_refused() -> None:
         Recorded(lambda: out.copy_(torch.ops.staticmoe_tests.reads(x)), x=x, out=out)
 
 
-def test_memory_of_the_tape_is_poisoned_between_replays() -> None:
-    """A result kept by Python is an alias of the graph's memory: the next replay overwrites it."""
-    x, out, kept = torch.ones(3), torch.zeros(3), []
+def test_memory_that_nothing_overwrites_is_poisoned_between_replays() -> None:
+    """A buffer filled only in part keeps NaN in the rest, not what an earlier replay left there."""
+    x, out = torch.ones(3), torch.zeros(4)
 
     def iteration() -> None:
-        kept.append(x * 2)
-        out.copy_(kept[-1])
+        buffer = torch.empty(4)
+        buffer[:3].copy_(x)
+        out.copy_(buffer)
 
     recorded = Recorded(iteration, x=x, out=out)
-    tape = recorded.tape
-    assert isinstance(tape, Tape)
-    assert tape.owned_bytes == 12
-    doubled = [entry for entry in tape.entries if "mul" in entry.name]
-    tape.entries = [entry for entry in tape.entries if entry not in doubled]
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        recorded.replay()
+        assert out[:3].tolist() == [value] * 3 and math.isnan(out[3].item())
+
+
+def test_a_kept_result_is_overwritten_by_the_next_replay() -> None:
+    """A tensor that Python kept from the iteration is an alias of the graph's memory."""
+    x, kept = torch.ones(3), []
+    recorded = Recorded(lambda: kept.append(x * 2), x=x)
+    assert isinstance(recorded.tape, Tape) and recorded.tape.owned_bytes == 12
+    x.fill_(5.0)
     recorded.replay()
-    assert torch.isnan(out).all(), "an operation that no longer runs leaves poison, not its last value"
+    assert kept[-1].tolist() == [10.0] * 3 and kept[0].tolist() == [2.0] * 3
 
 
 def test_a_resized_storage_is_refused_before_the_replay() -> None:

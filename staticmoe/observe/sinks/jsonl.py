@@ -123,7 +123,8 @@ def encode_record(record: Mapping[str, Any]) -> str:
     plain = {str(key): _plain(value, str(key), nonfinite) for key, value in record.items()}
     if nonfinite:
         plain[NONFINITE_KEY] = nonfinite
-    return json.dumps(plain, allow_nan=False, ensure_ascii=False, separators=(", ", ": "))
+    # In ASCII, so that no string, however broken, can fail to be encoded.
+    return json.dumps(plain, allow_nan=False)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
