@@ -123,7 +123,9 @@ class RunnerConfig:
         _at_least("max_in_flight", self.max_in_flight, 1)
         _at_least("recheck_every", self.recheck_every, 0)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm: expected None or a number above 0 (inf measures only); got {self.max_grad_norm!r}")
+            raise ConfigError(
+                f"max_grad_norm: expected None or a number above 0 (inf measures only); got {self.max_grad_norm!r}"
+            )
         if not 0 <= self.max_rerun_fraction <= 1:
             raise ConfigError(f"max_rerun_fraction: expected a share between 0 and 1; got {self.max_rerun_fraction!r}")
         if self.autocast is not None and self.autocast not in (torch.bfloat16, torch.float16):

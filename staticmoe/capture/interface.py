@@ -38,11 +38,13 @@ class Capture(Protocol):
 
     Attributes:
         name: "cuda", "emulate" or "off".
-        stream: the order of the work that it launches.
     """
 
     name: str
-    stream: Stream
+
+    @property
+    def stream(self) -> Stream:
+        """The order of the work that it launches."""
 
     def capture(self, iteration: Callable[[], None], recorder: Callable[..., Recorder]) -> Graph:
         """Capture one run of `iteration`; `recorder(tape)` makes the eye for it.
@@ -55,4 +57,4 @@ class Capture(Protocol):
         """Draw the random seed of one step from the user's generator, on the host, when `step` is called."""
 
     def seeded(self, seed: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which the iteration's random numbers follow from `seed`; the user's generator is as before after."""
+        """Context in which random numbers follow from `seed`; the user's generator is afterwards as before."""

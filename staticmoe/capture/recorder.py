@@ -84,7 +84,9 @@ class Recorder(TorchDispatchMode):
         overwritten = {storage_key(tensor) for tensor in _overwritten(func, args, kwargs)}
         for tensor in inputs:
             if tensor.layout != torch.strided:
-                raise CaptureError(f"{func} at {self._where()} uses a tensor of layout {tensor.layout}; use a dense one")
+                raise CaptureError(
+                    f"{func} at {self._where()} uses a tensor of layout {tensor.layout}; use a dense one"
+                )
             if func.is_view or storage_key(tensor) in overwritten:
                 continue
             if _name(func) in _TAKES_LITERAL and self._is_literal(tensor):
@@ -208,4 +210,9 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if name in _OVERWRITES:
         # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
         return tensors_in(args[0])
-    return [tensor for argument in func._schema.arguments if argument.is_out for tensor in tensors_in(kwargs.get(argument.name))]
+    return [
+        tensor
+        for argument in func._schema.arguments
+        if argument.is_out
+        for tensor in tensors_in(kwargs.get(argument.name))
+    ]

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+
 class Reason(enum.IntFlag):
     """Why a step may not commit; bits of a device scalar and of a record's counter."""
 

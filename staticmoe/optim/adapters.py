@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,17 +43,25 @@ class FusedAdapter:
         self._check_options()
 
     def _check_options(self) -> None:
-        hooks = {
+        hooks: dict[str, Any] = {
             "step pre-hooks": self.optimizer._optimizer_step_pre_hooks,
             "step post-hooks": self.optimizer._optimizer_step_post_hooks,
         }
         for name, registered in hooks.items():
             if registered:
-                raise OptimizerError(f"optimizer: expected no {name}, got {len(registered)}; a replay would not call them")
+                raise OptimizerError(
+                    f"optimizer: expected no {name}, got {len(registered)}; a replay would not call them"
+                )
         for number, group in enumerate(self.optimizer.param_groups):
             if group.get("differentiable"):
-                raise OptimizerError(f"optimizer group {number}: differentiable=True has no fused step; set it to False")
-            if group.get("dampening") and group.get("momentum") and not all(map(self.optimizer.state.get, group["params"])):
+                raise OptimizerError(
+                    f"optimizer group {number}: differentiable=True has no fused step; set it to False"
+                )
+            if (
+                group.get("dampening")
+                and group.get("momentum")
+                and not all(map(self.optimizer.state.get, group["params"]))
+            ):
                 raise OptimizerError(
                     f"optimizer group {number}: dampening={group['dampening']} makes the first step differ from the "
                     "others, which one graph cannot hold; use dampening=0"
@@ -113,14 +122,14 @@ class FusedAdapter:
     def _inside(self, gradients: list[Tensor], learning_rates: list[Tensor], veto: Tensor) -> Iterator[None]:
         optimizer = self.optimizer
         parameters = self.parameters
-        options = [
+        options: list[dict[str, Any]] = [
             {key: group[key] for key in ("lr", "fused", "foreach", "capturable") if key in group}
             for group in optimizer.param_groups
         ]
         held = [parameter.grad for parameter in parameters]
         try:
             for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
-                group.update(lr=rate, fused=True, foreach=False)
+                group.update({"lr": rate, "fused": True, "foreach": False})
                 if "capturable" in group:
                     group["capturable"] = veto.is_cuda
             optimizer.found_inf = veto  # type: ignore[attr-defined]

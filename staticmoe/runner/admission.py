@@ -15,7 +15,7 @@ from staticmoe.runner.participants import StepParticipant
 # Names, not types: importing the distributed wrappers to look for them costs a second.
 _WRAPPERS = {
     "OptimizedModule": "a torch.compile'd model; pass the model itself",
-    "DistributedDataParallel": "a DistributedDataParallel model; pass model.module (data parallelism is not supported yet)",
+    "DistributedDataParallel": "a DistributedDataParallel model; pass model.module (data parallelism is to come)",
     "DataParallel": "a DataParallel model; pass model.module",
     "FullyShardedDataParallel": "an FSDP model; pass the model unsharded (sharding is not supported yet)",
     "FSDPModule": "an FSDP2 model; pass the model unsharded (sharding is not supported yet)",
@@ -57,7 +57,7 @@ def discover(model: nn.Module) -> dict[str, StepParticipant]:
     if not found:
         raise ModelError(
             f"model: expected at least one layer that takes part in the step (a staticmoe layer), got none in "
-            f"{type(model).__name__}; replace its mixture-of-experts blocks, or train it without this runner"
+            f"{type(model).__name__}; build the model with staticmoe layers, or train it without this runner"
         )
     return found
 
@@ -103,8 +103,8 @@ def admit_options(config: RunnerConfig, device: torch.device) -> str:
         mode = "cuda" if device.type == "cuda" else "emulate"
     if mode == "cuda":
         raise ConfigError(
-            f"capture: this version captures on the CPU ('emulate') and runs uncaptured ('off'), got {config.capture!r} "
-            f"for a model on {device}; use capture='off' on a GPU"
+            f"capture: this version captures on the CPU ('emulate') and runs uncaptured ('off'); got "
+            f"{config.capture!r} for a model on {device}; use capture='off' on a GPU"
         )
     if mode == "emulate" and device.type != "cpu":
         raise ConfigError(f"capture: 'emulate' expects a model on the CPU, got one on {device}; use capture='off'")

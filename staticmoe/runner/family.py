@@ -1,10 +1,9 @@
-"""The programs of one kind, training or evaluation: one for each batch shape, built anew when what they froze changes."""
+"""The programs of one kind, training or evaluation: one a batch shape, built anew when what they froze changes."""
 
 from __future__ import annotations
 
 import collections
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +62,9 @@ class Family:
             if problem is None:
                 return shape, number
             problems.append(problem)
-        raise BatchError(f"{'; or '.join(problems)}; pad the batch to a captured shape, or declare its shape in example_batch")
+        raise BatchError(
+            f"{'; or '.join(problems)}; pad the batch to a captured shape, or declare its shape in example_batch"
+        )
 
     def program(self, number: int) -> Program:
         """The program of shape `number`, built now if it is not there or a change has dropped it."""
@@ -101,8 +102,8 @@ class Family:
             if self._causes[cause] >= _RECAPTURES_PER_CAUSE:
                 self._causes[cause] = 0
                 raise ReplayError(
-                    f"{cause} has changed {_RECAPTURES_PER_CAUSE} times, and each change captures the {self._kind} graph "
-                    f"again (last: {change}); put the value into a buffer or runner.scalars, or use capture='off'"
+                    f"{cause} has changed {_RECAPTURES_PER_CAUSE} times, and each change captures the {self._kind} "
+                    f"graph again (last: {change}); put the value into a buffer or runner.scalars, or use capture='off'"
                 )
         log.warning("recapturing the %s graph: %s", self._kind, "; ".join(changes[:5]))
         self.drop()
@@ -110,10 +111,3 @@ class Family:
     def _remember(self) -> None:
         self._state = self._take_state()
         self._options = self._take_options() if self._take_options is not None else None
-
-
-def timed(build: Callable[[], None], what: str) -> None:
-    """Run `build` and log how long it took."""
-    start = time.perf_counter()
-    build()
-    log.info("%s in %.2f s", what, time.perf_counter() - start)

@@ -105,7 +105,8 @@ class HostGuard:
         self.consecutive_skips += 1
         if self.consecutive_skips > self._config.max_consecutive_skips:
             count, self.consecutive_skips = self.consecutive_skips, 0
-            prefix = f"{count} steps in a row were skipped (max_consecutive_skips={self._config.max_consecutive_skips}), last: "
+            limit = self._config.max_consecutive_skips
+            prefix = f"{count} steps in a row were skipped (max_consecutive_skips={limit}), last: "
             return self._error(record, capacities, prefix)
         return None
 

@@ -205,9 +205,7 @@ def split_micro_batches(batch: Any, count: int) -> list[Any]:
                 f"batch{leaf.path}: expected a leading dimension of {count} (gradient_accumulation_steps), got shape "
                 f"{leaf.shape}; stack the micro-batches, or pass MicroBatches([...])"
             )
-    return [
-        pytree.tree_unflatten([v[i] if isinstance(v, Tensor) else v for v in values], spec) for i in range(count)
-    ]
+    return [pytree.tree_unflatten([v[i] if isinstance(v, Tensor) else v for v in values], spec) for i in range(count)]
 
 
 @dataclasses.dataclass
@@ -243,7 +241,13 @@ class InputRing:
     """
 
     def __init__(
-        self, shape: BatchShape, micro_batches: int, slots: int, groups: int, scalars: DeviceScalars, device: torch.device
+        self,
+        shape: BatchShape,
+        micro_batches: int,
+        slots: int,
+        groups: int,
+        scalars: DeviceScalars,
+        device: torch.device,
     ) -> None:
         self.shape = shape
         self._groups = groups

@@ -93,7 +93,9 @@ def split_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, dict):
-        raise ModelError(f"loss_fn: expected a scalar tensor, or (scalar tensor, {{name: scalar tensor}}); got {_kind(loss)}")
+        raise ModelError(
+            f"loss_fn: expected a scalar tensor, or (scalar tensor, {{name: scalar tensor}}); got {_kind(loss)}"
+        )
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ModelError(f"loss_fn metric {name!r}: expected a scalar tensor, got {_kind(value)}")
@@ -219,7 +221,9 @@ class TrainIteration:
                         auxiliary = auxiliary + term.coefficient * term.value
         clash = terms.keys() & metrics.keys() | metrics.keys() & {"loss", "grad_norm", "lr"}
         if clash:
-            raise ModelError(f"loss_fn metrics: expected names that the runner does not use, got {sorted(clash)}; rename them")
+            raise ModelError(
+                f"loss_fn metrics: expected names that the runner does not use, got {sorted(clash)}; rename them"
+            )
         return loss, auxiliary, {**terms, **metrics}
 
     def _differentiate(self, objective: Tensor) -> list[Tensor]:
@@ -231,7 +235,9 @@ class TrainIteration:
             gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant=True" in str(error):
-                raise CaptureError("activation checkpointing: expected use_reentrant=False, got use_reentrant=True") from error
+                raise CaptureError(
+                    "activation checkpointing: expected use_reentrant=False, got use_reentrant=True"
+                ) from error
             raise
         if any(gradient is None for gradient in gradients):
             missing = [name for name, g in zip(self.gradient_names, gradients, strict=True) if g is None]

@@ -1,4 +1,4 @@
-"""State dicts of a wrapped model and optimizer: saved only after a flush, loaded into the tensors that the graph knows."""
+"""State dicts of a wrapped model and optimizer: saved after a flush, loaded into the tensors that the graph knows."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from staticmoe.capture import Capture, Graph, Provenance, Recorder
 from staticmoe.capture.provenance import storage_key
 from staticmoe.errors import CaptureError, ModelError, SelfCheckError
 from staticmoe.observe.record import Record, RecordLayout, RecordRing
+from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.commit import Shadow, restore
 from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import InputRing
@@ -123,7 +124,9 @@ class Program:
         mutations = [mutation for key, mutation in self._provenance.mutated.items() if key not in own]
         restore(mutations)
         if mutations:
-            log.info("shadowed under veto: %s", ", ".join(mutation.name or "an unnamed tensor" for mutation in mutations))
+            log.info(
+                "shadowed under veto: %s", ", ".join(mutation.name or "an unnamed tensor" for mutation in mutations)
+            )
         fields = tuple(
             (name, field, tuple(tensor.shape))
             for name, tensors in self._wrapped.scratch.items()
@@ -139,14 +142,14 @@ class Program:
             self._observe(self._iteration)
         before = HostState(self._wrapped.model, functions)
         self.inputs.stage(0)
-        with self._capture.seeded(_EXAMPLE_SEED):
+        with host_range(HostPhase.CAPTURE), self._capture.seeded(_EXAMPLE_SEED):
             self._graph = self._capture.capture(self._iteration, self._recorder)
         self._captured_gradients = self._iteration.gradients
         changed = before.changes()
         if changed and self._capture.name != "off":
             raise CaptureError(
-                f"the iteration changes Python state that a replay would not change: {'; '.join(changed[:5])}; keep such "
-                "state in a buffer that is updated in place, or in runner.scalars"
+                f"the iteration changes Python state that a replay would not change: {'; '.join(changed[:5])}; keep "
+                "such state in a buffer that is updated in place, or in runner.scalars"
             )
         self.facts = {name: dict(binding.facts) for name, binding in self._wrapped.bindings.items()}
 
@@ -163,8 +166,9 @@ class Program:
     def run(self, slot: int) -> None:
         """Stage slot `slot`, replay, and copy its record out; in stream order."""
         assert self._graph is not None, "build comes first"
-        self.inputs.stage(slot)
-        with self._capture.seeded(self.inputs.seed(slot)):
+        with host_range(HostPhase.STAGE_INPUTS):
+            self.inputs.stage(slot)
+        with host_range(HostPhase.REPLAY), self._capture.seeded(self.inputs.seed(slot)):
             self._graph.replay()
         self.records.copy_out(slot)
 

@@ -112,19 +112,29 @@ class HostState:
         self._ignored = ignored
         self._items: list[tuple[Mapping[Any, Any], Any, Any, str]] = []
         self._seen: set[int] = set()
-        forwards = {type(module).forward for module in model.modules() if not type(module).__module__.startswith("torch.")}
+        forwards = {
+            type(module).forward for module in model.modules() if not type(module).__module__.startswith("torch.")
+        }
         for name, module in model.named_modules():
             self._watch(vars(module), f"module '{name}' attribute")
         for function in itertools.chain(functions, forwards):
             self._watch_function(function)
         self._parameters = [
-            (module._parameters if key in module._parameters else module._buffers, key, tensor, _identity(tensor), prefix)
+            (
+                module._parameters if key in module._parameters else module._buffers,
+                key,
+                tensor,
+                _identity(tensor),
+                prefix,
+            )
             for prefix, module in model.named_modules()
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
 
-    def _watch(self, mapping: Mapping[Any, Any], what: str, *, names: set[str] | None = None, inside: bool = True) -> None:
+    def _watch(
+        self, mapping: Mapping[Any, Any], what: str, *, names: set[str] | None = None, inside: bool = True
+    ) -> None:
         """Note the values of `mapping`, and what its containers and objects hold, one level deep."""
         for name in list(mapping):
             if name in self._ignored or (names is not None and name not in names):
@@ -155,14 +165,18 @@ class HostState:
             names = _names_in(function.__code__)
             self._watch(_Cells(function), f"closure of {function.__qualname__}: variable")
             self._watch(function.__globals__, f"global of {function.__module__}:", names=names)
-        elif not isinstance(function, nn.Module) and isinstance(getattr(type(function), "__call__", None), FunctionType):
-            self._watch_object(function, type(function).__call__)
-            self._watch_function(type(function).__call__)
+        elif not isinstance(function, nn.Module):
+            call = vars(type(function)).get("__call__")
+            if isinstance(call, FunctionType):
+                self._watch_object(function, call)
+                self._watch_function(call)
 
-    def _watch_object(self, owner: Any, function: FunctionType) -> None:
+    def _watch_object(self, owner: Any, function: Any) -> None:
         """Attributes of `owner` that `function`, a method of it, may read: a trainer also counts steps and the like."""
         if not isinstance(owner, nn.Module) and hasattr(owner, "__dict__"):
-            self._watch(vars(owner), f"{type(owner).__name__} attribute", names=_names_through(function.__code__, type(owner)))
+            self._watch(
+                vars(owner), f"{type(owner).__name__} attribute", names=_names_through(function.__code__, type(owner))
+            )
 
     def changes(self) -> list[str]:
         """Describe every value that is no longer as it was, parameters' storage and flags included."""
@@ -227,8 +241,9 @@ class OptimizerState:
         lost = sum(1 for group in groups for parameter in group if parameter not in known)
         if lost:
             raise OptimizerError(
-                f"optimizer: expected parameters of the model, got {lost} that the model no longer has; they were replaced "
-                "(load_state_dict(assign=True) does that): load with assign=False, or build the optimizer and the runner again"
+                f"optimizer: expected parameters of the model, got {lost} that the model no longer has; they were "
+                "replaced (load_state_dict(assign=True) does that): load with assign=False, or build optimizer and "
+                "runner again"
             )
 
     def changes(self) -> list[str]:

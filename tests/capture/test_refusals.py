@@ -147,7 +147,10 @@ def test_a_cast_cached_by_autocast_is_refused() -> None:
     def iteration(x: Tensor, out: Tensor) -> None:
         out.copy_(model(x).detach().float())
 
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="earlier iteration|cache inside torch"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(CaptureError, match="earlier iteration|cache inside torch"),
+    ):
         record(iteration, model=model)
 
 

@@ -22,9 +22,7 @@ class Block(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
         self.norm = nn.BatchNorm1d(16)
-        self.moe = StaticMoE(
-            16, 24, 4, 2, balancing_bias_rate=1e-2, router_aux_loss_coef=0.01, router_z_loss_coef=1e-3
-        )
+        self.moe = StaticMoE(16, 24, 4, 2, balancing_bias_rate=1e-2, router_aux_loss_coef=0.01, router_z_loss_coef=1e-3)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(16, VOCABULARY)
 

@@ -72,7 +72,9 @@ class Trainer:
 
 
 def closure_loss(held: Any) -> Any:
-    return lambda model, batch: model(batch["x"]) * held["factor"] if isinstance(held, dict) else model(batch["x"]) * held[0]
+    return lambda model, batch: (
+        model(batch["x"]) * held["factor"] if isinstance(held, dict) else model(batch["x"]) * held[0]
+    )
 
 
 def test_values_that_the_loss_reads_are_followed() -> None:

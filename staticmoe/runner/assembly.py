@@ -1,0 +1,230 @@
+"""What a runner is put together from: the wrapped model, the optimizer's adapter, the guard, and the programs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from staticmoe.capture import Capture, EmulatedCapture, Provenance, Uncaptured
+from staticmoe.config import RunnerConfig
+from staticmoe.errors import ConfigError, ModelError
+from staticmoe.optim.adapters import FusedAdapter
+from staticmoe.runner.admission import admit_model, admit_optimizer, admit_options, discover, untrained
+from staticmoe.runner.family import Family
+from staticmoe.runner.guard import DeviceGuard, GuardPolicy
+from staticmoe.runner.inputs import BatchShape, DeviceScalars, InputRing
+from staticmoe.runner.iteration import EvalIteration, LossFn, TokenMask, TrainIteration, Wrapped
+from staticmoe.runner.participants import StepBinding, StepParticipant
+from staticmoe.runner.program import Iteration, Program
+from staticmoe.runner.watch import HostState, OptimizerState
+
+log = logging.getLogger(__name__)
+
+
+class Assembly:
+    """Model, optimizer and options, checked and bound, and the two families of programs made of them.
+
+    Args:
+        model, optimizer, loss_fn, eval_fn, token_mask, scalars, config: as the runner was given them.
+        shapes: of a micro-batch.
+        flush: settles all steps in flight; called before anything is built.
+
+    Raises:
+        ModelError, OptimizerError, ConfigError: nothing is bound then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        shapes: list[BatchShape],
+        loss_fn: LossFn | None,
+        eval_fn: LossFn | None,
+        token_mask: str | TokenMask | None,
+        scalars: DeviceScalars | None,
+        config: RunnerConfig,
+        flush: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.device = admit_model(model)
+        mode = admit_options(config, self.device)
+        participants = discover(model)
+        admit_optimizer(optimizer, model)
+        self.optimizer = optimizer
+        self.adapter = FusedAdapter(optimizer)
+        self.scalars = scalars if scalars is not None else DeviceScalars()
+        self.capture: Capture = EmulatedCapture() if mode == "emulate" else Uncaptured()
+        self.guard = DeviceGuard(GuardPolicy.of(config), self.device)
+        self._loss_fn = loss_fn if loss_fn is not None else default_loss
+        self._eval_fn = eval_fn if eval_fn is not None else self._loss_fn
+        self._token_mask = mask_function(token_mask)
+        self._model = model
+        self._flush = flush
+        self.training = Family(
+            "training",
+            shapes,
+            self._build_training,
+            lambda: HostState(model, self._functions(self._loss_fn)),
+            lambda: OptimizerState(optimizer, model),
+        )
+        self.evaluation = Family(
+            "evaluation",
+            shapes,
+            self._build_evaluation,
+            lambda: HostState(model, self._functions(self._eval_fn), ignored=frozenset({"training"})),
+            None,
+        )
+        self._bindings = self._bind(participants)
+        self._scratch = _scratch_fields(participants, self.device)
+        self._participants = participants
+        scratch = {f"scratch {n}.{f}": t for n, fields in self._scratch.items() for f, t in fields.items()}
+        self._provenance = Provenance(
+            changing={**dict(model.named_parameters()), **scratch}, steady=dict(model.named_buffers())
+        )
+        idle = list(untrained(optimizer, model))
+        if idle:
+            log.warning("parameters that require a gradient and are not in the optimizer: %s", ", ".join(idle[:5]))
+
+    def _bind(self, participants: Mapping[str, StepParticipant]) -> dict[str, StepBinding]:
+        bound: dict[str, StepBinding] = {}
+        try:
+            for name, participant in participants.items():
+                binding = StepBinding({}, self.guard.reasons, self.config.train_capacity)
+                participant.bind_step(binding)
+                bound[name] = binding
+        except BaseException:
+            for name in bound:
+                participants[name].bind_step(None)
+            raise
+        return bound
+
+    def release(self) -> None:
+        """Let go of the participants and the graphs."""
+        for participant in self._participants.values():
+            participant.bind_step(None)
+        self.training.drop()
+        self.evaluation.drop()
+
+    def reconfigure(self, config: RunnerConfig) -> None:
+        """Use `config` for everything that is built from here on, and drop the training graphs."""
+        self.config = config
+        self.training.drop()
+
+    def fill(self, inputs: InputRing, slot: int, values: list[list[Any]], *, launch: int, seed: int) -> None:
+        """Fill a slot with batch values, the learning rates as they are now, and the scalars."""
+        rates = self.adapter.learning_rates()
+        inputs.fill(slot, values, rates, self.scalars.host_values(), launch, seed)
+
+    def versions(self) -> int:
+        """A number that changes when somebody writes a trained parameter."""
+        return sum(parameter._version for parameter in self.adapter.parameters)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes that all graphs keep between replays."""
+        return sum(program.owned_bytes for program in (*self.training.programs, *self.evaluation.programs))
+
+    def _functions(self, loss_fn: LossFn) -> tuple[Callable[..., Any], ...]:
+        return (loss_fn,) if self._token_mask is None else (loss_fn, self._token_mask)
+
+    def _wrapped(self) -> Wrapped:
+        return Wrapped(
+            model=self._model,
+            participants=self._participants,
+            bindings=self._bindings,
+            loss_fn=self._loss_fn,
+            token_mask=self._token_mask,
+            config=self.config,
+            device=self.device,
+            scratch=self._scratch,
+        )
+
+    def _inputs(self, shape: BatchShape, micro_batches: int) -> InputRing:
+        groups, slots = len(self.optimizer.param_groups), self.config.max_in_flight + 1
+        inputs = InputRing(shape, micro_batches, slots, groups, self.scalars, self.device)
+        self.fill(inputs, 0, [shape.example] * micro_batches, launch=0, seed=0)
+        return inputs
+
+    def _build_training(self, shape: BatchShape) -> Program:
+        self._flush()
+        # Now, not in the first step: a graph of a step that creates state would create it anew each time.
+        self.adapter.create_state()
+        self._provenance.declare(self.adapter.state_tensors, changing=True)
+        inputs = self._inputs(shape, self.config.gradient_accumulation_steps)
+        wrapped = self._wrapped()
+        iteration = TrainIteration(wrapped, self.adapter, inputs, self.guard)
+        return self._build(wrapped, iteration, inputs, self._loss_fn, "training")
+
+    def _build_evaluation(self, shape: BatchShape) -> Program:
+        self._flush()
+        inputs = self._inputs(shape, 1)
+        wrapped = self._wrapped()
+        iteration = EvalIteration(wrapped, self._eval_fn, inputs, self.guard)
+        return self._build(wrapped, iteration, inputs, self._eval_fn, "evaluation")
+
+    def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
+        start = time.perf_counter()
+        program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
+        program.build(self._functions(loss_fn), self.config.max_in_flight + 1)
+        if kind == "training":
+            self._refuse_missing_ladder(program)
+        if self.config.self_check:
+            program.self_check(0)
+        log.info("built the %s graph (%s) in %.2f s", kind, self.capture.name, time.perf_counter() - start)
+        for name, facts in program.facts.items():
+            log.info("%s: %s", name or "(the model)", ", ".join(f"{key} {value}" for key, value in facts.items()))
+        return program
+
+    def _refuse_missing_ladder(self, program: Program) -> None:
+        over = [name for name, facts in program.facts.items() if facts.get("can_overflow")]
+        if over and self.config.overflow == "rerun":
+            raise ConfigError(
+                f"overflow='rerun': this version has no wider variant to rerun on, and capacity_factor="
+                f"{self.config.capacity_factor} with capacity_scope='{self.config.capacity_scope}' can overflow in "
+                f"{', '.join(over[:3])}; use overflow='drop', 'skip' or 'raise', or capacity_factor=None"
+            )
+
+
+def _scratch_fields(participants: Mapping[str, StepParticipant], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Tensors for the participants' fields while no record exists."""
+    return {
+        name: {
+            field: torch.zeros(shape, dtype=torch.int64, device=device)
+            for field, shape in participant.step_fields().items()
+        }
+        for name, participant in participants.items()
+    }
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """`model(**batch).loss`, as Hugging Face models give it."""
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ModelError(
+            f"loss_fn: expected model(**batch).loss, got {type(output).__name__} without a loss; pass loss_fn or labels"
+        )
+    return loss
+
+
+def mask_function(token_mask: str | TokenMask | None) -> TokenMask | None:
+    """A batch key as a function of the batch."""
+    if token_mask is None or callable(token_mask):
+        return token_mask
+    key = token_mask
+
+    def mask(batch: Any) -> Tensor:
+        if not isinstance(batch, Mapping) or batch.get(key) is None:
+            keys = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ConfigError(
+                f"token_mask: expected a key of the batch with a tensor, got {key!r}; the batch has {keys}"
+            )
+        return batch[key]
+
+    return mask

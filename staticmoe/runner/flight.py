@@ -1,0 +1,141 @@
+"""Steps in flight: launched, not yet known to have committed. The host settles them in order, late."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+from staticmoe.capture import Stream
+from staticmoe.errors import ClosedError, ReplayError
+from staticmoe.observe.publisher import Publisher
+from staticmoe.observe.results import EvalResult, StepResult
+from staticmoe.phases import HostPhase, host_range
+from staticmoe.runner.guard import DeviceGuard, HostGuard
+from staticmoe.runner.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A launched step or evaluation whose record the host has not read."""
+
+    ticket: int
+    slot: int
+    program: Program
+    result: StepResult
+
+
+class Flight:
+    """The queue of launched steps and evaluations.
+
+    Args:
+        stream: runs the work.
+        limit: `max_in_flight`.
+        device_guard, host_guard: decide on a step, there and here.
+        publisher: takes each record.
+        versions: a number that changes when somebody writes a trained parameter.
+        broken: called with the error of a replay that failed half-way.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        limit: int,
+        device_guard: DeviceGuard,
+        host_guard: HostGuard,
+        publisher: Publisher,
+        versions: Callable[[], int],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._device_guard = device_guard
+        self._host_guard = host_guard
+        self._publisher = publisher
+        self._versions = versions
+        self._broken = broken
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._launches = 0
+        self._seen_versions = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def next_slot(self) -> int:
+        """Slot of the next launch; free once there is room."""
+        return self._launches % (self._limit + 1)
+
+    def launch(self, program: Program, result: StepResult) -> None:
+        """Run `program` on `next_slot`, in stream order."""
+        slot = self.next_slot
+
+        def work() -> None:
+            program.run(slot)
+            self._seen_versions = self._versions()
+
+        if not self._pending:
+            self._seen_versions = self._versions()
+        self._launches += 1
+        self._pending.append(_Pending(self._stream.launch(work), slot, program, result))
+
+    def make_room(self) -> None:
+        """The fixed point: before launching s + max_in_flight the host acts on the record of s."""
+        while len(self._pending) >= self._limit:
+            self._settle_oldest()
+
+    def flush(self) -> None:
+        """Settle everything."""
+        while self._pending:
+            self._settle_oldest()
+
+    def settle_until(self, result: StepResult) -> None:
+        """Settle, in order, until `result` has its values.
+
+        Raises:
+            ClosedError: they will never come.
+        """
+        while not result.ready and self._pending:
+            self._settle_oldest()
+        if not result.ready:
+            raise ClosedError(f"{result!r}: the runner was closed before its values arrived")
+
+    def check_order(self) -> None:
+        """On a GPU a write by the user queues behind launched steps; here it would overtake them, so refuse it.
+
+        Raises:
+            ReplayError: a trained parameter was written while steps were in flight.
+        """
+        if self._pending and self._versions() != self._seen_versions:
+            self._seen_versions = self._versions()
+            raise ReplayError(
+                f"a parameter was written while {len(self._pending)} steps were in flight: it happened before those "
+                "steps, not after; call runner.synchronize() before touching parameters"
+            )
+
+    def _settle_oldest(self) -> None:
+        """Wait for the oldest, give its result its values, and do what the guard demands."""
+        self.check_order()
+        pending = self._pending[0]
+        try:
+            with host_range(HostPhase.POLL):
+                self._stream.wait(pending.ticket)
+        except BaseException as error:
+            while self._pending:
+                self._pending.popleft().result.fail(error)
+            self._broken(error)
+            raise
+        self._pending.popleft()
+        record = pending.program.records.read(pending.slot)
+        pending.result.settle(record, pending.program.facts)
+        training = not isinstance(pending.result, EvalResult)
+        self._publisher.publish(pending.result, record, training=training)
+        if not training or record.void:
+            return
+        capacities = {name: facts.get("capacity_rows", 0) for name, facts in pending.program.facts.items()}
+        refusal = self._host_guard.judge(record, capacities)
+        if refusal is not None:
+            # Whatever was launched after a halting step is void; let it pass before the device may commit again.
+            self.flush()
+            self._device_guard.halted.zero_()
+            raise refusal

@@ -1,0 +1,71 @@
+"""Fixtures of the whole suite: devices, seeds, and memory that is poisoned before it is handed out."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+import torch
+import torch._dynamo
+
+# A runner looks at every tensor that is alive when it is built. What the imports made is none of a test's tensors, and
+# taking it out of the collector's lists halves the time of a build.
+gc.collect()
+gc.freeze()
+
+# Small models: a second thread costs more than it brings, and the runs of one machine stay comparable.
+torch.set_num_threads(1)
+
+POISON_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+
+
+def pytest_unconfigure() -> None:
+    """Give back what was frozen, so that the interpreter can take it down."""
+    gc.unfreeze()
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device there is: a CPU always, a GPU where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random state."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empties(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fill every `torch.empty` with NaN (integers: the largest value), so that reading what was not written shows.
+
+    Not on a GPU: deterministic algorithms would put other kernels into the graph than a user runs.
+    """
+    callspec = getattr(request.node, "callspec", None)
+    on_gpu = "cuda" in [str(value) for value in callspec.params.values()] if callspec else False
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(not on_gpu, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def poison() -> Callable[..., None]:
+    """POISON: a call allocates tensors of 1 KiB to `limit` bytes, fills them with NaN and frees them."""
+
+    def fill(device: torch.device | str = "cpu", limit: int = 1 << 22) -> None:
+        held = [
+            torch.full((size // 4,), float("nan"), dtype=torch.float32, device=device)
+            for size in POISON_BYTES
+            if size <= limit
+            for _ in range(4 if size <= 1 << 20 else 1)
+        ]
+        del held
+
+    return fill

@@ -1,0 +1,56 @@
+"""Ranges and GPU facts are there where their packages are, and cost one log line where they are not."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from typing import Any
+
+import pytest
+
+from staticmoe import phases
+from staticmoe.observe.nvml import gpu_facts
+from staticmoe.phases import HostPhase, host_range
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes importing a package fail."""
+
+    def hide(name: str) -> None:
+        original = builtins.__import__
+
+        def refuse(module: str, *args: Any, **kwargs: Any) -> Any:
+            if module.split(".")[0] == name:
+                raise ImportError(f"{name} is hidden")
+            return original(module, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", refuse)
+        monkeypatch.setattr(phases, "_RANGES", {})
+
+    return hide
+
+
+def test_ranges_nest() -> None:
+    """A range holds another, and the same one again."""
+    with host_range(HostPhase.ITERATION), host_range(HostPhase.REPLAY), host_range(HostPhase.REPLAY):
+        pass
+    assert set(phases._RANGES) == set(HostPhase)
+
+
+def test_without_nvtx_one_line_says_so(without: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The ranges do nothing."""
+    without("nvtx")
+    with caplog.at_level(logging.INFO, "staticmoe"):
+        for _ in range(3):
+            with host_range(HostPhase.REPLAY):
+                pass
+    assert caplog.text.count("nvtx is not installed") == 1
+
+
+def test_without_nvml_there_are_no_facts(without: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither an import error nor a missing driver stops a run."""
+    without("pynvml")
+    with caplog.at_level(logging.INFO, "staticmoe"):
+        assert gpu_facts() == []
+    assert "nvidia-ml-py is not installed" in caplog.text
