@@ -233,9 +233,9 @@ class OptimizerState:
         if groups != self._groups:
             expected, got = list(map(len, self._groups)), list(map(len, groups))
             raise OptimizerError(
-                f"optimizer: expected the {len(expected)} captured parameter groups of sizes {expected}, got {len(got)} of "
-                f"sizes {got}; add_param_group after wrapping is not seen by the graph: build the optimizer with all "
-                "groups and wrap again"
+                f"optimizer: expected the {len(expected)} captured parameter groups of sizes {expected}, got "
+                f"{len(got)} of sizes {got}; add_param_group after wrapping is not seen by the graph: build the "
+                "optimizer with all groups and wrap again"
             )
         known = {id(parameter) for parameter in self._model.parameters()}
         lost = sum(1 for group in groups for parameter in group if parameter not in known)
