@@ -218,7 +218,7 @@ class StaticMoERunner:
         self._parts.reconfigure(config)
 
     def subscribe(self, sink: Callable[[dict[str, Any]], None]) -> None:
-        """Call `sink(record)` for every step and evaluation, late and in order; one that fails is logged and dropped."""
+        """Call `sink(record)` for every step and evaluation, late, in order; one that fails is logged and dropped."""
         self._publisher.subscribe(sink)
 
     def telemetry(self) -> dict[str, Any]:
