@@ -7,6 +7,7 @@ generator's state is no operation either. Both are caught here, while an iterati
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,25 +67,35 @@ def random_state_hooks(
     set_state: Callable[[Callable[[Tensor], None], Tensor], None],
     seed: Callable[[object], torch.Generator],
 ) -> Iterator[None]:
-    """Send reads, writes and seedings of the CPU generator's state through the given functions.
+    """Send this thread's reads, writes and seedings of the CPU generator's state through the given functions.
 
     Activation checkpointing saves and restores that state around its recomputation; torch dispatches
     neither, so a recording of operations alone would give the recomputation other random numbers.
     """
     original_get, original_set, original_seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+    watched = threading.get_ident()
+
+    def elsewhere() -> bool:
+        return threading.get_ident() != watched
 
     def get() -> Tensor:
-        return get_state(original_get)
+        return original_get() if elsewhere() else get_state(original_get)
 
     def put(new_state: Tensor) -> None:
-        set_state(original_set, new_state)
+        if elsewhere():
+            original_set(new_state)
+        else:
+            set_state(original_set, new_state)
 
-    def install(read: Any, write: Any, reseed: Any) -> None:
+    def reseed(number: Any) -> torch.Generator:
+        return original_seed(number) if elsewhere() else seed(number)
+
+    def install(read: Any, write: Any, start: Any) -> None:
         torch.get_rng_state = torch.random.get_rng_state = read
         torch.set_rng_state = torch.random.set_rng_state = write
-        torch.manual_seed = torch.random.manual_seed = reseed
+        torch.manual_seed = torch.random.manual_seed = start
 
-    install(get, put, seed)
+    install(get, put, reseed)
     try:
         yield
     finally:

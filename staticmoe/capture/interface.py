@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import torch
+
 from staticmoe.capture.recorder import Recorder
+from staticmoe.capture.seeding import StepSeeds
 
 
 class Graph(Protocol):
@@ -21,7 +24,13 @@ class Graph(Protocol):
 
 
 class Stream(Protocol):
-    """An order of device work, seen from the host."""
+    """An order of device work, seen from the host.
+
+    Attributes:
+        overtakes: whether a tensor that the user writes by hand changes before launched work runs, not after.
+    """
+
+    overtakes: bool
 
     def launch(self, work: Callable[[], None]) -> int:
         """Put `work` behind all earlier work; returns its ticket."""
@@ -38,9 +47,11 @@ class Capture(Protocol):
 
     Attributes:
         name: "cuda", "emulate" or "off".
+        seeds: of the steps' random numbers.
     """
 
     name: str
+    seeds: StepSeeds
 
     @property
     def stream(self) -> Stream:
@@ -53,8 +64,8 @@ class Capture(Protocol):
             CaptureError: with nothing left behind.
         """
 
-    def draw_seed(self) -> int:
-        """Draw the random seed of one step from the user's generator, on the host, when `step` is called."""
+    def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make trained parameters ready for a capture; called before the iterations that precede it."""
 
-    def seeded(self, seed: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which random numbers follow from `seed`; the user's generator is afterwards as before."""
+    def warming_up(self) -> contextlib.AbstractContextManager[None]:
+        """Context for iterations that run before a capture."""

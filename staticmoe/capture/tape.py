@@ -50,6 +50,8 @@ def _out_names(func: Any) -> tuple[Any, list[str]] | None:
     """The overload of `func` with the same arguments and an output for each result, and the outputs' names."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return None
+    if any(str(result.type) != "Tensor" for result in func._schema.returns):
+        return None
 
     def plain(schema: Any) -> list[tuple[str, str]]:
         return [(argument.name, str(argument.type)) for argument in schema.arguments if not argument.is_out]

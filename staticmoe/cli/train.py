@@ -1,6 +1,6 @@
 """`staticmoe train`: a small mixture-of-experts language model learns real text through `StaticMoERunner`.
 
-With the defaults it takes a minute and a half on one CPU core and ends well below a bigram model. Results
+With the defaults it takes one CPU core a minute to a minute and a half and ends well below a bigram model. Results
 are read two steps late, so that steps stay in flight.
 """
 

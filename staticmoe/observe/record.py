@@ -82,7 +82,7 @@ class RecordRing:
         self.layout = layout
         self.row = torch.zeros(layout.width, dtype=torch.int64, device=device)
         self.ring = torch.zeros(slots, layout.width, dtype=torch.int64, device=device)
-        self._host = torch.zeros(slots, layout.width, dtype=torch.int64)
+        self._host = torch.zeros(slots, layout.width, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def field(self, participant: str, name: str) -> Tensor:
         """The int64 accumulator of a field, a view of the row in the declared shape."""
@@ -109,7 +109,7 @@ class RecordRing:
 
     def copy_out(self, slot: int) -> None:
         """Copy a slot of the ring to the host, in stream order."""
-        self._host[slot].copy_(self.ring[slot])
+        self._host[slot].copy_(self.ring[slot], non_blocking=True)
 
     def read(self, slot: int) -> Record:
         """Read a slot from the host's copy, once the stream has passed its `copy_out`."""

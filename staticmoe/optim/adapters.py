@@ -18,6 +18,16 @@ from staticmoe.errors import OptimizerError
 _VETOABLE = (Adam, AdamW, SGD, Adagrad)
 
 
+def _probe_fused_adagrad(parameter: Tensor) -> None:
+    """Ask torch itself whether its fused Adagrad runs where `parameter` is."""
+    try:
+        Adagrad([torch.zeros(1, device=parameter.device, requires_grad=True)], fused=True)
+    except RuntimeError as error:
+        raise OptimizerError(
+            "optimizer Adagrad: expected a fused step for the GPU, got none in this torch; use Adam, AdamW or SGD"
+        ) from error
+
+
 class FusedAdapter:
     """torch's Adam, AdamW, SGD and Adagrad through their fused step, which honours a device veto.
 
@@ -41,6 +51,8 @@ class FusedAdapter:
             )
         self.optimizer = optimizer
         self._check_options()
+        if type(optimizer) is Adagrad and any(parameter.is_cuda for parameter in self.parameters):
+            _probe_fused_adagrad(self.parameters[0])
 
     def _check_options(self) -> None:
         hooks: dict[str, Any] = {

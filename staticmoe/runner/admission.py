@@ -101,11 +101,9 @@ def admit_options(config: RunnerConfig, device: torch.device) -> str:
     mode = config.capture
     if mode == "auto":
         mode = "cuda" if device.type == "cuda" else "emulate"
-    if mode == "cuda":
+    expected = {"cuda": "cuda", "emulate": "cpu"}.get(mode, device.type)
+    if device.type != expected:
         raise ConfigError(
-            f"capture: this version captures on the CPU ('emulate') and runs uncaptured ('off'); got "
-            f"{config.capture!r} for a model on {device}; use capture='off' on a GPU"
+            f"capture: {mode!r} expects a model on {expected}, got one on {device}; move it, or use 'auto'"
         )
-    if mode == "emulate" and device.type != "cpu":
-        raise ConfigError(f"capture: 'emulate' expects a model on the CPU, got one on {device}; use capture='off'")
     return mode

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from staticmoe.capture import Capture, EmulatedCapture, Provenance, Uncaptured
+from staticmoe.capture import Capture, CudaGraphCapture, EmulatedCapture, Provenance, Uncaptured
 from staticmoe.config import RunnerConfig
-from staticmoe.errors import ConfigError, ModelError
+from staticmoe.errors import CaptureError, ConfigError, ModelError
 from staticmoe.optim.adapters import FusedAdapter
 from staticmoe.runner.admission import admit_model, admit_optimizer, admit_options, discover, untrained
 from staticmoe.runner.family import Family
@@ -59,7 +59,7 @@ class Assembly:
         self.optimizer = optimizer
         self.adapter = FusedAdapter(optimizer)
         self.scalars = scalars if scalars is not None else DeviceScalars()
-        self.capture: Capture = EmulatedCapture() if mode == "emulate" else Uncaptured()
+        self.capture = _backend(mode, self.device)
         self.guard = DeviceGuard(GuardPolicy.of(config), self.device)
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
         self._eval_fn = eval_fn if eval_fn is not None else self._loss_fn
@@ -156,6 +156,7 @@ class Assembly:
         # Now, not in the first step: a graph of a step that creates state would create it anew each time.
         self.adapter.create_state()
         self._provenance.declare(self.adapter.state_tensors, changing=True)
+        self.capture.prepare(self.adapter.parameters)
         inputs = self._inputs(shape, self.config.gradient_accumulation_steps)
         wrapped = self._wrapped()
         iteration = TrainIteration(wrapped, self.adapter, inputs, self.guard)
@@ -171,7 +172,13 @@ class Assembly:
     def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
         start = time.perf_counter()
         program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
-        program.build(self._functions(loss_fn), self.config.max_in_flight + 1)
+        try:
+            program.build(self._functions(loss_fn), self.config.max_in_flight + 1)
+        except CaptureError:
+            # A failed capture renews the random state that the other graphs are registered with.
+            self.training.drop()
+            self.evaluation.drop()
+            raise
         if kind == "training":
             self._refuse_missing_ladder(program)
         if self.config.self_check:
@@ -189,6 +196,12 @@ class Assembly:
                 f"{self.config.capacity_factor} with capacity_scope='{self.config.capacity_scope}' can overflow in "
                 f"{', '.join(over[:3])}; use overflow='drop', 'skip' or 'raise', or capacity_factor=None"
             )
+
+
+def _backend(mode: str, device: torch.device) -> Capture:
+    if mode == "cuda":
+        return CudaGraphCapture(device)
+    return EmulatedCapture() if mode == "emulate" else Uncaptured(device)
 
 
 def _scratch_fields(participants: Mapping[str, StepParticipant], device: torch.device) -> dict[str, dict[str, Tensor]]:

@@ -101,12 +101,12 @@ class Flight:
             raise ClosedError(f"{result!r}: the runner was closed before its values arrived")
 
     def check_order(self) -> None:
-        """On a GPU a write by the user queues behind launched steps; here it would overtake them, so refuse it.
+        """On a GPU a write by the user queues behind launched steps; where it would overtake them, refuse it.
 
         Raises:
             ReplayError: a trained parameter was written while steps were in flight.
         """
-        if self._pending and self._versions() != self._seen_versions:
+        if self._stream.overtakes and self._pending and self._versions() != self._seen_versions:
             self._seen_versions = self._versions()
             raise ReplayError(
                 f"a parameter was written while {len(self._pending)} steps were in flight: it happened before those "

@@ -136,10 +136,10 @@ class BatchShape:
         """Values of the example, in leaf order."""
         return self._values
 
-    def static_tensors(self, device: torch.device) -> list[Tensor | None]:
-        """Fresh device tensors for one micro-batch, in leaf order."""
+    def tensors(self, device: torch.device, *, pinned: bool = False) -> list[Tensor | None]:
+        """Fresh tensors for one micro-batch, in leaf order."""
         return [
-            None if leaf.kind == "none" else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+            None if leaf.kind == "none" else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, pin_memory=pinned)
             for leaf in self.leaves
         ]
 
@@ -210,10 +210,12 @@ def split_micro_batches(batch: Any, count: int) -> list[Any]:
 
 @dataclasses.dataclass
 class Slot:
-    """Host memory of one step's inputs.
+    """Memory of one step's inputs: what came from the host in (pinned) host memory, what came from the device there.
 
     Attributes:
-        values: tensors [micro-batch][leaf]; None where the batch has None.
+        values: host tensors [micro-batch][leaf]; None where the batch has None.
+        on_device: (micro-batch, leaf) -> device tensor that takes the place of the host's.
+        device_rates: group -> learning rate that the user keeps on the device.
         hyper: fp32 [G + scalars], learning rates and then device scalars.
         control: int64 [3], launch number, attempt, index of this slot.
         seed: of the step's random numbers.
@@ -223,6 +225,8 @@ class Slot:
     hyper: Tensor
     control: Tensor
     seed: int = 0
+    on_device: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
+    device_rates: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class InputRing:
@@ -252,15 +256,16 @@ class InputRing:
         self.shape = shape
         self._groups = groups
         self._device = device
-        self.static = [shape.static_tensors(device) for _ in range(micro_batches)]
+        self.static = [shape.tensors(device) for _ in range(micro_batches)]
         self.learning_rates = torch.zeros(groups, dtype=torch.float32, device=device)
         self.control = torch.zeros(3, dtype=torch.int64, device=device)
         self._scalars = scalars.place(device)
+        host, pinned = torch.device("cpu"), device.type == "cuda"
         self._slots = [
             Slot(
-                values=[shape.static_tensors(torch.device("cpu")) for _ in range(micro_batches)],
-                hyper=torch.zeros(groups + len(scalars), dtype=torch.float32),
-                control=torch.zeros(3, dtype=torch.int64),
+                values=[shape.tensors(host, pinned=pinned) for _ in range(micro_batches)],
+                hyper=torch.zeros(groups + len(scalars), dtype=torch.float32, pin_memory=pinned),
+                control=torch.zeros(3, dtype=torch.int64, pin_memory=pinned),
             )
             for _ in range(slots)
         ]
@@ -296,16 +301,24 @@ class InputRing:
     ) -> None:
         """Copy one step's inputs into slot `index`: values in leaf order for each micro-batch, rounded to fp32 once."""
         slot = self._slots[index]
-        for stored, values in zip(slot.values, batches, strict=True):
-            for target, value in zip(stored, values, strict=True):
+        slot.on_device.clear()
+        slot.device_rates.clear()
+        for number, (stored, values) in enumerate(zip(slot.values, batches, strict=True)):
+            for leaf, (target, value) in enumerate(zip(stored, values, strict=True)):
                 if target is None:
                     continue
-                if isinstance(value, Tensor):
-                    target.copy_(value.detach())
-                else:
+                if not isinstance(value, Tensor):
                     target.fill_(value)
+                elif value.is_cuda:
+                    # Copied on the user's stream: reading it on the host would wait for the device.
+                    slot.on_device[number, leaf] = value.detach().clone()
+                else:
+                    target.copy_(value.detach())
         for position, value in enumerate([*rates, *scalars]):
-            slot.hyper[position] = value
+            if isinstance(value, Tensor) and value.is_cuda:
+                slot.device_rates[position] = value.detach().clone()
+            else:
+                slot.hyper[position] = value
         slot.control.copy_(torch.tensor([launch, 0, index]))
         slot.seed = seed
 
@@ -317,10 +330,12 @@ class InputRing:
         """Copy slot `index` into the static inputs, in stream order."""
         slot = self._slots[index]
         slot.control[1] = attempt
-        for static, stored in zip(self.static, slot.values, strict=True):
-            for target, value in zip(static, stored, strict=True):
+        for number, (static, stored) in enumerate(zip(self.static, slot.values, strict=True)):
+            for leaf, (target, value) in enumerate(zip(static, stored, strict=True)):
                 if target is not None and value is not None:
-                    target.copy_(value, non_blocking=True)
+                    target.copy_(slot.on_device.get((number, leaf), value), non_blocking=True)
         self.learning_rates.copy_(slot.hyper[: self._groups], non_blocking=True)
+        for group, rate in slot.device_rates.items():
+            self.learning_rates[group].copy_(rate)
         self._scalars.copy_(slot.hyper[self._groups :], non_blocking=True)
         self.control.copy_(slot.control, non_blocking=True)

@@ -142,7 +142,7 @@ class Program:
             self._observe(self._iteration)
         before = HostState(self._wrapped.model, functions)
         self.inputs.stage(0)
-        with host_range(HostPhase.CAPTURE), self._capture.seeded(_EXAMPLE_SEED):
+        with host_range(HostPhase.CAPTURE), self._capture.seeds.seeded(_EXAMPLE_SEED):
             self._graph = self._capture.capture(self._iteration, self._recorder)
         self._captured_gradients = self._iteration.gradients
         changed = before.changes()
@@ -155,7 +155,7 @@ class Program:
 
     def _observe(self, run: Callable[[], None]) -> None:
         self.inputs.stage(0)
-        with self._capture.seeded(_EXAMPLE_SEED), self._recorder().watch():
+        with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up(), self._recorder().watch():
             run()
 
     def retire(self) -> None:
@@ -168,7 +168,7 @@ class Program:
         assert self._graph is not None, "build comes first"
         with host_range(HostPhase.STAGE_INPUTS):
             self.inputs.stage(slot)
-        with host_range(HostPhase.REPLAY), self._capture.seeded(self.inputs.seed(slot)):
+        with host_range(HostPhase.REPLAY), self._capture.seeds.seeded(self.inputs.seed(slot)):
             self._graph.replay()
         self.records.copy_out(slot)
 
@@ -206,10 +206,14 @@ class Program:
     def _outcome(
         self, slot: int, run: Callable[[], None], gradients: Callable[[], list[Tensor]]
     ) -> tuple[Record, list[Tensor]]:
-        self.inputs.stage(slot)
-        with self._capture.seeded(self.inputs.seed(slot)):
-            run()
-        self.records.copy_out(slot)
+
+        def work() -> None:
+            self.inputs.stage(slot)
+            with self._capture.seeds.seeded(self.inputs.seed(slot)):
+                run()
+            self.records.copy_out(slot)
+
+        self._capture.stream.wait(self._capture.stream.launch(work))
         return self.records.read(slot), [gradient.clone() for gradient in gradients()]
 
     def _differences(self, one: tuple[Record, list[Tensor]], other: tuple[Record, list[Tensor]]) -> list[str]:

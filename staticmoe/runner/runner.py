@@ -135,7 +135,7 @@ class StaticMoERunner:
         self._flight.make_room()
         program = self._parts.training.program(number)
         result = StepResult(self._step + 1, self._flight.settle_until)
-        slot = self._prepare(program, values, self._step + 1, seed=self._parts.capture.draw_seed())
+        slot = self._prepare(program, values, self._step + 1, seed=self._parts.capture.seeds.draw())
         self._step += 1
         every = self._parts.config.recheck_every
         if every and self._step % every == 0:

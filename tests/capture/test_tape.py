@@ -33,7 +33,7 @@ class Recorded:
             self.tape = self.capture.capture(iteration, recorder)
 
     def replay(self, seed: int = 0) -> None:
-        with self.capture.seeded(seed):
+        with self.capture.seeds.seeded(seed):
             self.tape.replay()
 
 
@@ -77,7 +77,7 @@ def test_dropout_clip_and_fused_adamw_replay_bitwise() -> None:
         batch = torch.randn(4, 8)
         eager_x.copy_(batch)
         x.copy_(batch)
-        with recorded.capture.seeded(step):
+        with recorded.capture.seeds.seeded(step):
             eager()
         recorded.replay(step)
         assert loss.item() == eager_loss.item()

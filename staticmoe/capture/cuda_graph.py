@@ -1,0 +1,140 @@
+"""Capture on a GPU: one `torch.cuda.CUDAGraph` for an iteration, all graphs of a runner in one memory pool."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from staticmoe.capture.interface import Graph
+from staticmoe.capture.recorder import Recorder
+from staticmoe.capture.seeding import StepSeeds
+from staticmoe.errors import CaptureError
+
+log = logging.getLogger(__name__)
+
+# A step takes hundreds of microseconds at least; asking ten times as often costs nothing and waits little too long.
+_POLL_SECONDS = 20e-6
+
+
+class CudaStream:
+    """The user's current stream, seen through events. Waiting asks and sleeps; it calls no synchronizing function."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._launched = 0
+
+    overtakes = False
+
+    def launch(self, work: Callable[[], None]) -> int:
+        """Enqueue `work` on the current stream."""
+        work()
+        self._launched += 1
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._events[self._launched] = event
+        return self._launched
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether the work of `ticket` has finished."""
+        event = self._events.get(ticket)
+        if event is None or event.query():
+            self._events.pop(ticket, None)
+            return True
+        return False
+
+    def wait(self, ticket: int) -> None:
+        """Ask until the work of `ticket` has finished."""
+        while not self.is_done(ticket):
+            time.sleep(_POLL_SECONDS)
+
+
+class CudaGraph:
+    """A captured iteration."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, owned_bytes: int) -> None:
+        self._graph = graph
+        self.owned_bytes = owned_bytes
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        self._graph.replay()
+
+
+class CudaGraphCapture:
+    """Captures iterations into graphs that share a pool and a capture stream.
+
+    Args:
+        device: the GPU.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)
+        self.stream = CudaStream(device)
+        self.seeds = StepSeeds(device)
+        settings = (
+            os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "torch's defaults"
+        )
+        log.info("capturing on %s, allocator settings: %s", torch.cuda.get_device_name(device), settings)
+
+    def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give each parameter a new gradient accumulation node.
+
+        A graph that the user keeps holds the old one, which remembers the default stream; a capture would have to
+        wait for that stream, which is forbidden. Data of another type makes torch let go of the node.
+        """
+        for parameter in parameters:
+            data = parameter.data
+            other = torch.float64 if data.dtype != torch.float64 else torch.float32
+            parameter.data = torch.empty(0, dtype=other, device=data.device)
+            parameter.data = data
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run on the stream that captures: what an iteration creates lazily remembers its stream."""
+        current = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            yield
+        current.wait_stream(self._side)
+
+    def capture(self, iteration: Callable[[], None], recorder: Callable[..., Recorder]) -> Graph:
+        """Capture `iteration`. Other threads may allocate and copy meanwhile.
+
+        Raises:
+            CaptureError: an operation that a graph cannot hold; the device is usable afterwards.
+        """
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                iteration()
+        except BaseException as error:
+            self._forget()
+            if isinstance(error, torch.AcceleratorError) or "capture" in str(error).lower():
+                raise CaptureError(
+                    f"the GPU refused to capture the iteration: {error}; run with capture='off' and "
+                    "torch.cuda.set_sync_debug_mode('error') to find the call"
+                ) from error
+            raise
+        torch.cuda.synchronize(self._device)
+        return CudaGraph(graph, max(torch.cuda.memory_reserved(self._device) - before, 0))
+
+    def _forget(self) -> None:
+        """Leave nothing of a failed capture behind: its pool, its stream and its random state are given up."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(self._device)
+        self.seeds.renew()
+        gc.collect()

@@ -1,0 +1,345 @@
+"""O14 to O18: what other threads, earlier graphs, earlier backwards and dead runners do to a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from staticmoe import StaticMoE
+from staticmoe.errors import CaptureError, StaticMoEError
+
+
+@contextlib.contextmanager
+def busy_thread(work):
+    """Run `work` in a loop in another thread; raise here what it raised there."""
+    stop, failures, rounds = threading.Event(), [], []
+
+    def loop():
+        try:
+            while not stop.is_set():
+                work()
+                rounds.append(1)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield rounds
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == [] and rounds
+
+
+def test_another_thread_may_allocate_and_train_while_we_capture(captured_way, probe, probe_batch, wrap, poison):
+    """Goes wrong: a loader's allocation, copy, backward or look at the random state in another thread ends the capture,
+    or lands on the tape and is replayed into that thread's tensors.
+
+    Instead: nothing to do.
+    """
+    other = nn.Linear(8, 8)
+    inputs = torch.randn(16, 8)
+
+    def work():
+        torch.empty(1 << 20).fill_(1.0)
+        # As activation checkpointing does.
+        torch.get_rng_state()
+        other.zero_grad()
+        other(inputs).square().sum().backward()
+        with torch.no_grad():
+            other.weight.sub_(other.weight.grad, alpha=1e-6)
+
+    with busy_thread(work):
+        for _ in range(4):
+            model = probe(captured_way)
+            optimizer = torch.optim.SGD([model.b], lr=0.1)
+            runner = wrap(captured_way, model, optimizer, probe_batch(captured_way, 1))
+            losses = [runner.step(probe_batch(captured_way, 1)).loss for _ in range(4)]
+            assert [float(loss) for loss in losses] == pytest.approx([1.0, 0.9, 0.8, 0.7])
+            runner.close()
+    # No replay writes into what the other thread made.
+    weight = other.weight.detach().clone()
+    model = probe(captured_way)
+    runner = wrap(captured_way, model, torch.optim.SGD([model.b], lr=0.1), probe_batch(captured_way, 1))
+    for _ in range(3):
+        runner.step(probe_batch(captured_way, 1))
+        poison(captured_way.device)
+    runner.synchronize()
+    assert torch.equal(other.weight, weight) and float(model.b) == pytest.approx(0.7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory and side-stream copies need a CUDA device")
+def test_another_thread_may_pin_memory_while_we_capture(captured_way, probe, probe_batch, wrap):
+    """Goes wrong: a pinned allocation or event query in a loader thread kills the capture and poisons that thread.
+
+    Instead: nothing to do: capture in thread-local error mode.
+    """
+
+    def work():
+        torch.empty(1 << 20).pin_memory().to(captured_way.device, non_blocking=True)
+
+    with busy_thread(work):
+        for _ in range(20):
+            model = probe(captured_way)
+            optimizer = torch.optim.SGD([model.b], lr=0.1)
+            wrap(captured_way, model, optimizer, probe_batch(captured_way, 1)).close()
+
+
+def test_a_value_of_another_thread_is_refused(captured_way, probe, probe_batch, wrap):
+    """Goes wrong: an op that forward runs in a thread of its own is on no tape and no captured stream: every replay
+    reads what it was at capture.
+
+    Instead: run it in the calling thread.
+    """
+    model = probe(captured_way)
+
+    def loss_fn(model, batch):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(batch["s"] * 2))
+        thread.start()
+        thread.join()
+        return model(**batch) * 0 + found[0] * model.b
+
+    optimizer = torch.optim.SGD([model.b], lr=0.0)
+    with pytest.raises(CaptureError):
+        wrap(captured_way, model, optimizer, probe_batch(captured_way, 1), loss_fn=loss_fn)
+
+
+def test_gradient_nodes_from_before_are_harmless(way, probe, probe_batch, wrap):
+    """Goes wrong: AccumulateGrad nodes that an earlier eager iteration made belong to its stream; the capture aborts
+    with an error about streams, or gradients land in `.grad` beside the graph.
+
+    Instead: nothing to do; gradients are taken by `torch.autograd.grad`.
+    """
+    model = probe(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**probe_batch(way, 1)).backward()
+        optimizer.step()
+    kept = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    assert float(model.b) == pytest.approx(0.8) and len(kept) == 4
+    runner = wrap(way, model, optimizer, probe_batch(way, 1))
+    losses = [runner.step(probe_batch(way, 1)).loss for _ in range(5)]
+    assert [float(loss) for loss in losses] == pytest.approx([0.8, 0.7, 0.6, 0.5, 0.4])
+    runner.synchronize()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+    # And an eager backward afterwards is the plain one.
+    runner.close()
+    optimizer.zero_grad()
+    model(**probe_batch(way, 3)).backward()
+    assert float(model.b.grad) == 3.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a shared expert on its own stream needs a CUDA device")
+def test_a_model_with_a_stream_of_its_own(captured_way):
+    """Goes wrong: a side stream that is forked and not joined ends the capture."""
+    pytest.skip("runs with the first CUDA capture")
+
+
+def test_a_dead_runner_takes_nothing_with_it(way, probe, probe_batch, wrap, poison):
+    """Goes wrong: deleting one graph frees a workspace, or a pool, that another one still uses.
+
+    Instead: nothing to do.
+    """
+    models = [probe(way, 3) for _ in range(2)]
+    runners = [wrap(way, model, torch.optim.Adam([model.b], lr=0.1), probe_batch(way, 1)) for model in models]
+    for runner in runners:
+        runner.step(probe_batch(way, 1))
+        runner.evaluate(probe_batch(way, 1))
+    runners[0].close()
+    del models[0]
+    gc.collect()
+    poison(way.device, 1 << 26)
+    losses = []
+    for _ in range(3):
+        losses.append(runners[1].step(probe_batch(way, 1)).loss)
+        poison(way.device)
+    # Adam at a constant gradient moves by its rate; b has three elements.
+    assert [float(loss) for loss in losses] == pytest.approx([2.7, 2.4, 2.1], abs=1e-4)
+    assert float(runners[1].evaluate(probe_batch(way, 1)).loss) == pytest.approx(1.8, abs=1e-4)
+
+
+def test_train_and_eval_graphs_do_not_share_what_they_keep(way, probe, probe_batch, wrap, poison):
+    """Goes wrong: one pool for both, so that evaluation overwrites what the steps in flight still need.
+
+    Instead: nothing to do; the order of step and evaluate does not matter.
+    """
+    model = probe(way)
+    runner = wrap(way, model, torch.optim.SGD([model.b], lr=0.1), probe_batch(way, 1))
+    losses, evaluated = [], []
+    for call in range(4):
+        losses.append(runner.step(probe_batch(way, 1)).loss)
+        losses.append(runner.step(probe_batch(way, 1)).loss)
+        evaluated.append(runner.evaluate(probe_batch(way, 10 + call)).loss)
+        poison(way.device)
+    assert [float(loss) for loss in losses] == pytest.approx([1 - 0.1 * call for call in range(8)])
+    assert [float(loss) for loss in evaluated] == pytest.approx([(10 + c) * (0.8 - 0.2 * c) for c in range(4)])
+
+
+def test_a_runner_that_is_gone_leaves_nothing(way, probe, probe_batch):
+    """Goes wrong: hooks, caches or a registry hold the graph and its pool: memory grows with every recapture.
+
+    Instead: `runner.close()`, or a `with` block.
+    """
+    from staticmoe import StaticMoERunner
+
+    def one():
+        model = probe(way)
+        optimizer = torch.optim.SGD([model.b], lr=0.1)
+        example = probe_batch(way, 1)
+
+        def loss_fn(model, batch):
+            return model(**batch)
+
+        with StaticMoERunner(model, optimizer, example_batch=example, loss_fn=loss_fn, config=way.config()) as runner:
+            for _ in range(3):
+                runner.step(probe_batch(way, 1))
+        return [weakref.ref(thing) for thing in (runner, model, optimizer)]
+
+    def tensors():
+        gc.collect()
+        return sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+
+    one()
+    before = tensors()
+    references = [reference for _ in range(3) for reference in one()]
+    assert tensors() <= before
+    assert [reference for reference in references if reference() is not None] == []
+
+
+def test_recapturing_does_not_pile_up(captured_way, probe, probe_batch, wrap):
+    """Goes wrong: the narrow graph of every recapture stays.
+
+    Instead: nothing to do.
+    """
+    model = probe(captured_way)
+    runner = wrap(captured_way, model, torch.optim.SGD([model.b], lr=0.0), probe_batch(captured_way, 1))
+
+    def tensors():
+        runner.step(probe_batch(captured_way, 1))
+        runner.synchronize()
+        gc.collect()
+        return sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+
+    runner.recapture()
+    before, counts = tensors(), []
+    for _ in range(4):
+        runner.recapture()
+        counts.append(tensors())
+    # A slot of the ring may hold a tensor that was given on the device.
+    assert max(counts) <= before + 2 * 3 and counts[-1] <= max(counts[:3])
+
+
+def test_two_numbers_of_tokens_in_one_process(way, wrap, reference):
+    """Goes wrong: a tile table, an autotuner or a compiled kernel is chosen once for the process, by the first shape.
+
+    Instead: nothing to do; the choice depends on the shape alone.
+    """
+    for tokens in (3, 40, 3):
+        model = nn.Module()
+        model.moe = StaticMoE(8, 4, num_experts=4, top_k=2).to(way.device)
+        x = torch.randn(tokens, 8, device=way.device)
+        expected = reference(model.moe, x, top_k=2, renormalise=True).output.square().sum()
+
+        def loss_fn(model, batch):
+            return model.moe(batch["x"]).square().sum()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        runner = wrap(way, model, optimizer, {"x": torch.randn_like(x)}, loss_fn=loss_fn)
+        assert float(runner.step({"x": x}).loss) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_same_step_has_the_same_gradients(way, wrap, reference):
+    """Goes wrong: an autotuner tries an accumulating kernel several times into the same gradient; or atomics add in
+    another order each time.
+
+    Instead: nothing to do. Gradients are read from the move of SGD at a rate of 1.
+    """
+    model = nn.Module()
+    model.moe = StaticMoE(8, 4, num_experts=4, top_k=2).to(way.device)
+    x = torch.randn(40, 8, device=way.device)
+    named = dict(model.named_parameters())
+    loss = reference(model.moe, x, top_k=2, renormalise=True).output.square().sum()
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss_fn(model, batch):
+        return model.moe(batch["x"]).square().sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    runner = wrap(way, model, optimizer, {"x": torch.randn_like(x)}, loss_fn=loss_fn)
+    moves = []
+    for _ in range(3):
+        runner.step({"x": x})
+        moves.append({name: start[name] - value for name, value in model.state_dict().items()})
+        model.load_state_dict(start)
+    for (name, _), gradient in zip(named.items(), gradients, strict=True):
+        assert torch.equal(moves[0][name], moves[1][name]) and torch.equal(moves[0][name], moves[2][name])
+        torch.testing.assert_close(moves[0][name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skip(reason="autotuning needs Triton kernels on a CUDA device; the kernels here have fixed tables anyway")
+def test_autotuning_inside_a_capture():
+    """Goes wrong: the autotuner runs inside the capture. Instead: tables, chosen by T * K / E, widths and dtype."""
+
+
+@pytest.mark.skip(reason='compile="blocks" is refused for now; its recompile count is tested when it lands')
+def test_compiled_blocks_compile_no_further():
+    """Goes wrong: a recompile for each rate, grad mode and shape. Instead: compile blocks, not the step."""
+
+
+RANDOM = [(room, name) for room in (torch, torch.random) for name in ("manual_seed", "get_rng_state", "set_rng_state")]
+
+
+def random_functions():
+    return [getattr(room, name) for room, name in RANDOM]
+
+
+@pytest.fixture
+def before():
+    """Functions of torch that a capture may replace for its time; put back, so that a fault stays in its test."""
+    functions = random_functions()
+    yield functions
+    for (room, name), function in zip(RANDOM, functions, strict=True):
+        setattr(room, name, function)
+
+
+def test_two_threads_train_two_models(way, probe, probe_batch, wrap, before):
+    """Goes wrong: state of a module or a class, so that two captures at once mix their tapes, losses or seeds.
+
+    Instead: one runner in one thread; two threads give the right numbers or a clear error.
+    """
+    found, lock = {}, threading.Barrier(2)
+
+    def train(name, scale):
+        lock.wait()
+        try:
+            model = probe(way)
+            optimizer = torch.optim.SGD([model.b], lr=0.1)
+            runner = wrap(way, model, optimizer, probe_batch(way, scale))
+            losses = [runner.step(probe_batch(way, scale)).loss for _ in range(6)]
+            found[name] = [float(loss) for loss in losses]
+        except StaticMoEError as error:
+            found[name] = error
+        except BaseException as error:
+            found[name] = AssertionError(repr(error))
+
+    threads = [threading.Thread(target=train, args=(name, scale)) for name, scale in (("one", 1.0), ("two", 2.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    right = {"one": [1 - 0.1 * call for call in range(6)], "two": [2 - 0.4 * call for call in range(6)]}
+    assert any(isinstance(value, list) for value in found.values())
+    for name, value in found.items():
+        assert isinstance(value, StaticMoEError) or value == pytest.approx(right[name], abs=1e-6), value
+    assert random_functions() == before, "a capture left its own functions in torch"
