@@ -1,0 +1,296 @@
+"""What a step costs beside its kernels: eager loop, `capture="off"` and the captured graph, at three model sizes.
+
+    python profiles/step_overhead.py --output profiles/results/h200/step_overhead.json
+
+Checks first that 20 captured steps are bitwise the uncaptured ones, and prints no time where they are not. Every
+mode trains the reference model on random bytes with a Zipf distribution, bf16 autocast, fused AdamW, clipping.
+Host syncs and GPU idle share come from torch.profiler over steps of the steady state; the ceiling is an
+8192^3 bf16 product in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from staticmoe import RunnerConfig, StaticMoERunner
+from staticmoe.demo.model import DemoLM, ModelConfig
+from staticmoe.observe.nvml import gpu_facts
+
+WARMUP, TIMED, REPEATS, PROFILED = 10, 30, 5, 10
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model and its batch: B sequences of S bytes."""
+
+    name: str
+    config: ModelConfig
+    batch: int
+    sequence: int
+
+
+def sizes() -> list[Size]:
+    """Host-bound, between, and GPU-bound."""
+
+    def lm(depth: int, hidden: int, heads: int, experts: int, inner: int, sequence: int) -> ModelConfig:
+        return ModelConfig(
+            depth=depth, hidden_size=hidden, num_heads=heads, num_experts=experts, top_k=2,
+            intermediate_size=inner, max_seq_len=sequence,
+        )  # fmt: skip
+
+    return [
+        Size("small", lm(4, 256, 4, 8, 256, 256), 4, 256),
+        Size("medium", lm(8, 1024, 8, 16, 1024, 1024), 4, 1024),
+        Size("large", lm(8, 2048, 16, 32, 1024, 2048), 8, 2048),
+    ]
+
+
+def batches(size: Size, count: int, device: torch.device) -> list[dict[str, Tensor]]:
+    """Pinned host batches of Zipf-distributed bytes."""
+    generator = torch.Generator().manual_seed(7)
+    weights = 1.0 / torch.arange(1, 257, dtype=torch.float64)
+    made = []
+    for _ in range(count):
+        text = torch.multinomial(weights, size.batch * (size.sequence + 1), replacement=True, generator=generator)
+        text = text.view(size.batch, size.sequence + 1)
+        made.append({"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()})
+    pin = device.type == "cuda"
+    return [{k: v.pin_memory() if pin else v for k, v in batch.items()} for batch in made]
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross entropy in nats."""
+    loss = model(**batch).loss
+    assert loss is not None
+    return loss
+
+
+def build(size: Size, device: torch.device) -> tuple[DemoLM, torch.optim.Optimizer]:
+    """The same model for the same size."""
+    model = DemoLM(size.config, seed=1).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+
+
+class Eager:
+    """The loop that a user would write: autocast, backward, clip, step; no value is read."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.model, self.optimizer = build(size, device)
+        self.device = device
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        """One update."""
+        moved = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = loss_fn(self.model, moved)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def finish(self) -> None:
+        """Nothing is outstanding on the host."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Runner:
+    """The runner with one capture mode."""
+
+    def __init__(self, size: Size, device: torch.device, capture: str) -> None:
+        self.model, self.optimizer = build(size, device)
+        config = RunnerConfig(capture=capture, max_grad_norm=1.0, autocast=torch.bfloat16, max_in_flight=TIMED + 2)
+        example = batches(size, 1, device)[0]
+        self.runner = StaticMoERunner(self.model, self.optimizer, example_batch=example, loss_fn=loss_fn, config=config)
+        self.step: Callable[[dict[str, Tensor]], Any] = self.runner.step
+        self.finish: Callable[[], None] = self.runner.flush
+        self.close: Callable[[], None] = self.runner.close
+
+
+def check(size: Size, device: torch.device, captured: str) -> None:
+    """Refuse to time what is not right: 20 captured steps against uncaptured ones."""
+    outcomes = []
+    for capture in (captured, "off"):
+        mode = Runner(size, device, capture)
+        losses = [mode.step(batch) for batch in batches(size, 20, device)]
+        outcomes.append(([r.loss for r in losses], [p.detach().clone() for p in mode.model.parameters()]))
+        mode.close()
+    same = outcomes[0][0] == outcomes[1][0]
+    same = same and all(torch.equal(a, b) for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True))
+    print(f"{size.name}: 20 captured steps bitwise the uncaptured ones: {same}", flush=True)
+    if not same:
+        worst = max(float((a - b).abs().max()) for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True))
+        print(f"{size.name}: largest difference of a parameter {worst:.3g} (the attention backward adds with atomics)")
+        assert outcomes[0][0][:1] == outcomes[1][0][:1], "the first losses differ: that is no noise"
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(mode: Any, data: list[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
+    """Median host and wall time of a step, peak memory, syncs and idle share."""
+    for number in range(WARMUP):
+        mode.step(data[number % len(data)])
+    mode.finish()
+    wait(device)
+    allocations = torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else 0
+    host, wall = [], []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for number in range(TIMED):
+            mode.step(data[number % len(data)])
+        launched = time.perf_counter()
+        wait(device)
+        wall.append((time.perf_counter() - start) / TIMED)
+        host.append((launched - start) / TIMED)
+        mode.finish()
+    found: dict[str, Any] = {
+        "host_us": 1e6 * statistics.median(host),
+        "step_ms": 1e3 * statistics.median(wall),
+        "step_ms_spread": [1e3 * min(wall), 1e3 * max(wall)],
+    }
+    if device.type == "cuda":
+        found["peak_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
+        found["device_allocations_in_steady_state"] = (
+            torch.cuda.memory_stats(device).get("num_device_alloc", 0) - allocations
+        )
+        found.update(profile(mode, data, device))
+    return found
+
+
+def profile(mode: Any, data: list[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
+    """Host syncs a step by name and the GPU's idle share, from torch.profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as recorded:
+        for number in range(PROFILED):
+            mode.step(data[number % len(data)])
+        wait(device)
+    mode.finish()
+    syncs: collections.Counter[str] = collections.Counter()
+    spans = []
+    for event in recorded.events():
+        if event.name in SYNCS:
+            syncs[event.name] += 1
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+    # The one synchronisation that this function calls itself.
+    syncs["cudaDeviceSynchronize"] -= 1
+    busy, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    window = max(end for _, end in spans) - min(start for start, _ in spans)
+    return {
+        "host_syncs_per_step": {name: count / PROFILED for name, count in syncs.items() if count > 0},
+        "gpu_idle_share": 1.0 - busy / window,
+    }
+
+
+def ceiling(device: torch.device) -> float:
+    """TFLOP/s of an 8192^3 bf16 product on random data, median of 20."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(23):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.mm(a, b)
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(end))
+    return 2 * 8192**3 / statistics.median(times[3:]) / 1e9
+
+
+def sync_proof(size: Size, device: torch.device) -> bool:
+    """Whether steps pass under torch's sync debug mode "error": it raises at a call that waits for the device."""
+    mode = Runner(size, device, "cuda")
+    data = batches(size, 3, device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in data:
+            mode.step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    mode.close()
+    return True
+
+
+def provenance(device: torch.device, commit: str) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    return {
+        "gpu": gpu_facts() or (torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": commit,
+        "data": "bytes, Zipf over 256 values, new batch each step",
+        "protocol": f"{WARMUP} warm-up steps, median of {REPEATS} x {TIMED} steps, {PROFILED} profiled",
+    }
+
+
+def main() -> None:
+    """Measure, print a table, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--sizes", nargs="*", default=["small", "medium", "large"])
+    parser.add_argument("--commit", default=None, help="of the code; default: git's")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    captured = "cuda" if device.type == "cuda" else "emulate"
+    commit = (
+        arguments.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
+    result: dict[str, Any] = {"provenance": provenance(device, commit), "sizes": {}}
+    if device.type == "cuda":
+        result["ceiling_tflops"] = ceiling(device)
+    for size in (one for one in sizes() if one.name in arguments.sizes):
+        check(size, device, captured)
+        data = batches(size, 8, device)
+        rows: dict[str, Any] = {}
+        for name in ("eager", "off", captured):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+            mode = Eager(size, device) if name == "eager" else Runner(size, device, name)
+            rows[name] = measure(mode, data, device)
+            mode.close()
+            del mode
+            print(size.name, name, json.dumps(rows[name]), flush=True)
+        entry = {"model": dataclasses.asdict(size.config), "tokens": size.batch * size.sequence, "modes": rows}
+        if device.type == "cuda":
+            entry["passes_sync_debug_error"] = sync_proof(size, device)
+        result["sizes"][size.name] = entry
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{'size':8}{'mode':10}{'step ms':>10}{'host us':>10}{'idle':>8}{'peak MiB':>10}  syncs/step")
+    for name, entry in result["sizes"].items():
+        for mode_name, row in entry["modes"].items():
+            syncs = sum(row.get("host_syncs_per_step", {}).values())
+            idle, peak = row.get("gpu_idle_share", float("nan")), row.get("peak_mib", float("nan"))
+            times = f"{row['step_ms']:10.2f}{row['host_us']:10.0f}"
+            print(f"{name:8}{mode_name:10}{times}{idle:8.1%}{peak:10.0f}  {syncs:.1f}")
+
+
+if __name__ == "__main__":
+    main()
