@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import torch
 
-
 # Threads share the default generators, so iterations of two runners in one process take turns.
 _ONE_AT_A_TIME = threading.RLock()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from staticmoe.errors import BatchError, ReplayError
-from staticmoe.runner.inputs import BatchShape
+from staticmoe.runner.inputs import BatchShape, describe
 from staticmoe.runner.program import Program
 from staticmoe.runner.watch import HostState, OptimizerState, cause_of
 
@@ -50,17 +50,19 @@ class Family:
         """Those that are built."""
         return [program for _, program in self._programs if program is not None]
 
-    def shape_of(self, batch: Any) -> tuple[BatchShape, int]:
-        """The declared shape that `batch` has, and its number.
+    def accept(self, batches: Sequence[Any]) -> tuple[int, list[list[Any]]]:
+        """Number of the declared shape that all of `batches` have, and their values in leaf order.
 
         Raises:
-            BatchError: it has none; compares with each.
+            BatchError: they have none; compares with each.
         """
+        described = [describe(batch) for batch in batches]
         problems = []
         for number, (shape, _) in enumerate(self._programs):
-            problem = shape.mismatch(batch)
+            found = (shape.mismatch(b, leaves, spec) for b, (leaves, _, spec) in zip(batches, described, strict=True))
+            problem = next(filter(None, found), None)
             if problem is None:
-                return shape, number
+                return number, [values for _, values, _ in described]
             problems.append(problem)
         raise BatchError(
             f"{'; or '.join(problems)}; pad the batch to a captured shape, or declare its shape in example_batch"
@@ -85,10 +87,13 @@ class Family:
 
     def changes(self) -> list[str]:
         """What the graphs froze and is different now."""
-        if self._options is not None:
-            self._options.check()
         found = self._state.changes() if self._state is not None else []
-        return found + (self._options.changes() if self._options is not None else [])
+        if self._options is None:
+            return found
+        self._options.check_groups()
+        if found:
+            self._options.check_members()
+        return found + self._options.changes()
 
     def follow(self, changes: list[str]) -> None:
         """Drop the graphs because of `changes`.

@@ -147,9 +147,8 @@ class BatchShape:
         """The batch that the loss function sees, from tensors in leaf order."""
         return pytree.tree_unflatten(list(tensors), self._spec)
 
-    def mismatch(self, batch: Any) -> str | None:
-        """Say how `batch` differs from the declared structure, or None where it fits."""
-        leaves, _, spec = describe(batch)
+    def mismatch(self, batch: Any, leaves: list[Leaf], spec: pytree.TreeSpec) -> str | None:
+        """Say how `batch` (`leaves`, `spec`) differs from the declared structure, or None where it fits."""
         if spec != self._spec:
             got, expected = [leaf.path for leaf in leaves], [leaf.path for leaf in self.leaves]
             missing, extra = [p for p in expected if p not in got], [p for p in got if p not in expected]
@@ -161,17 +160,6 @@ class BatchShape:
             if not _fits(declared, leaf):
                 return f"batch{leaf.path}: expected {_words(declared)}, got {_words(leaf)}"
         return None
-
-    def values(self, batch: Any) -> list[Any]:
-        """Values of a batch, in leaf order.
-
-        Raises:
-            BatchError: structure, shape or dtype differ from the declared; names both.
-        """
-        problem = self.mismatch(batch)
-        if problem is not None:
-            raise BatchError(f"{problem}; every micro-batch of a step needs one declared shape")
-        return describe(batch)[1]
 
 
 def _fits(declared: Leaf, leaf: Leaf) -> bool:

@@ -130,8 +130,7 @@ class StaticMoERunner:
         self._flight.check_order()
         self._follow_changes(self._parts.training)
         micro = split_micro_batches(batch, self._parts.config.gradient_accumulation_steps)
-        shape, number = self._parts.training.shape_of(micro[0])
-        values = [shape.values(one) for one in micro]
+        number, values = self._parts.training.accept(micro)
         self._flight.make_room()
         program = self._parts.training.program(number)
         result = StepResult(self._step + 1, self._flight.settle_until)
@@ -156,8 +155,7 @@ class StaticMoERunner:
         self._check_open()
         self.flush()
         self._follow_changes(self._parts.evaluation)
-        shape, number = self._parts.evaluation.shape_of(batch)
-        values = [shape.values(batch)]
+        number, values = self._parts.evaluation.accept([batch])
         program = self._parts.evaluation.program(number)
         result = EvalResult(self._step, self._flight.settle_until)
         # One seed for all: a batch gives the same at each evaluation, and training draws on undisturbed.

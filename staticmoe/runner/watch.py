@@ -223,11 +223,11 @@ class OptimizerState:
         self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
         self._options = [_options(group) for group in optimizer.param_groups]
 
-    def check(self) -> None:
-        """Refuse an optimizer whose parameters are no longer those that were captured, or those of the model.
+    def check_groups(self) -> None:
+        """Refuse an optimizer with other parameters than were captured.
 
         Raises:
-            OptimizerError: a group or parameter was added or removed, or the model has other parameters now.
+            OptimizerError: a group or parameter was added or removed.
         """
         groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         if groups != self._groups:
@@ -237,8 +237,15 @@ class OptimizerState:
                 f"{len(got)} of sizes {got}; add_param_group after wrapping is not seen by the graph: build the "
                 "optimizer with all groups and wrap again"
             )
+
+    def check_members(self) -> None:
+        """Refuse an optimizer whose parameters the model no longer has.
+
+        Raises:
+            OptimizerError: the model's parameters were replaced.
+        """
         known = {id(parameter) for parameter in self._model.parameters()}
-        lost = sum(1 for group in groups for parameter in group if parameter not in known)
+        lost = sum(1 for group in self._groups for parameter in group if parameter not in known)
         if lost:
             raise OptimizerError(
                 f"optimizer: expected parameters of the model, got {lost} that the model no longer has; they were "

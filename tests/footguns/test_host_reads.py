@@ -148,9 +148,31 @@ def test_z_and_aux_loss_of_a_zero_router_with_every_mask(way, wrap, masked):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sync_debug_mode sees only waits for a CUDA device")
-def test_the_uncaptured_step_waits_for_nothing(probe, probe_batch, wrap):
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_uncaptured_step_waits_for_nothing(captured_way, wrap, masked):
     """Goes wrong: a hidden wait (bincount, repeat_interleave, a boolean mask, torch.tensor on the device) in the step.
 
-    Instead: nothing to do; with `capture="off"` a step runs under sync_debug_mode "error".
+    Instead: nothing to do; look at your own model so: `capture="off"` under sync_debug_mode "error".
     """
-    pytest.skip("runs with the first CUDA capture: there is no uncaptured step on the device yet")
+    if captured_way.device.type != "cuda":
+        pytest.skip("the emulated capture has no device to wait for")
+    model = torch.nn.Module()
+    model.moe = StaticMoE(8, 4, 8, 2, router_z_loss_coef=0.1, router_aux_loss_coef=0.1).to(captured_way.device)
+    batch = {"x": torch.randn(2, 4, 8, device=captured_way.device)}
+    options = {"capture": "off", "max_grad_norm": 1.0, "max_in_flight": 8}
+    if masked:
+        batch["mask"] = torch.ones(2, 4, dtype=torch.int64, device=captured_way.device)
+        options["token_mask"] = "mask"
+
+    def loss_fn(model, batch):
+        return model.moe(batch["x"]).square().sum()
+
+    runner = wrap(captured_way, model, torch.optim.AdamW(model.parameters()), batch, loss_fn=loss_fn, **options)
+    runner.step(batch)
+    runner.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [runner.step(batch) for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [sum(result.moe["moe"].routed) for result in results] == [16, 16, 16]

@@ -13,15 +13,15 @@ from staticmoe.errors import CaptureError, StaticMoEError
 SCALE = 1.0
 
 
-def test_a_capacity_factor_set_later_is_in_force(every_way, routed_model, routed_tokens, wrap):
+def test_a_capacity_factor_set_later_is_in_force(way, routed_model, routed_tokens, wrap):
     """Goes wrong: the capacity is a Python number, or a static budget that replay no longer looks at.
 
     Instead: `runner.set_capacity_factor(f)`.
     """
-    model = routed_model(every_way)
+    model = routed_model(way)
     options = {"capacity_factor": 1.0, "capacity_scope": "expert", "overflow": "drop"}
-    batch = {"x": routed_tokens(every_way, [0] * 64)}
-    runner = wrap(every_way, model, torch.optim.SGD([model.scale], lr=0.0), batch, **options)
+    batch = {"x": routed_tokens(way, [0] * 64)}
+    runner = wrap(way, model, torch.optim.SGD([model.scale], lr=0.0), batch, **options)
     for factor, dropped in ((None, 48), (2.0, 32), (4.0, 0), (1.0, 48)):
         if factor is not None:
             runner.set_capacity_factor(factor)

@@ -69,7 +69,7 @@ def test_aux_losses_reach_the_router(way, wrap, reference, coefficients, top_k):
     assert not moved["moe.experts.down_proj"].any()
 
 
-@pytest.mark.parametrize("micro", [1, 2, 8])
+@pytest.mark.parametrize("micro", [1, 2, 4])
 def test_aux_loss_does_not_count_micro_batches(way, wrap, micro):
     """Goes wrong: the aux gradient grows with the number of micro-batches, or shrinks with their size.
 
@@ -110,7 +110,7 @@ def test_checkpointing_routes_once(way, wrap, ties):
         if ties:
             with torch.no_grad():
                 model.moe.router.weight.zero_()
-        batches = [{"x": torch.randn(16, 8, device=way.device)} for _ in range(3)]
+        batches = [{"x": torch.randn(16, 8, device=way.device)} for _ in range(2)]
         options = {"capacity_factor": 1.0, "capacity_scope": "expert", "overflow": "drop"}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         runner = wrap(way, model, optimizer, batches[0], **options)
@@ -162,7 +162,7 @@ def test_capacity_larger_than_the_tokens(way, wrap, reference, scope):
     assert float(result.loss) == pytest.approx(float(expected.output.square().mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 4])
+@pytest.mark.parametrize("top_k", [1, 4])
 def test_one_token(way, wrap, reference, top_k):
     """Goes wrong: T = 1 takes another path (squeezed away, no full block).
 
@@ -274,7 +274,7 @@ def test_one_expert_and_renormalised_weights(way, wrap, renormalise):
         assert float(router[1, 0]) == pytest.approx(-0.196612 * 3, rel=1e-4)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 8])
+@pytest.mark.parametrize("top_k", [2, 8])
 def test_tiny_sigmoid_scores_share_evenly(way, routed_layer, wrap, top_k):
     """Goes wrong: an epsilon beside tiny scores makes every share vanish: the router drives all logits down and the
     aux loss, which it was to pay, goes to zero.
