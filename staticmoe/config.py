@@ -84,7 +84,7 @@ class RunnerConfig:
         max_in_flight: steps that may be launched and not yet known to have committed.
         self_check: replay once, vetoed, and compare with the uncaptured iteration before the first step.
         recheck_every: repeat that comparison every N steps; 0 never.
-        audit: "error" refuses what would not capture, "warn" logs it, "off" does not look.
+        audit: "error" refuses what would not capture, "warn" logs it and captures all the same, "off" does not look.
         run_dir: folder for meta.json and metrics.jsonl; None writes nothing.
     """
 
@@ -128,8 +128,11 @@ class RunnerConfig:
             )
         if not 0 <= self.max_rerun_fraction <= 1:
             raise ConfigError(f"max_rerun_fraction: expected a share between 0 and 1; got {self.max_rerun_fraction!r}")
-        if self.autocast is not None and self.autocast not in (torch.bfloat16, torch.float16):
-            raise ConfigError(f"autocast: expected None, torch.bfloat16 or torch.float16; got {self.autocast!r}")
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError(
+                f"autocast: expected None or torch.bfloat16 (float16 needs a loss scale, which there is none of); "
+                f"got {self.autocast!r}"
+            )
         _ = self.train_capacity
 
     @property

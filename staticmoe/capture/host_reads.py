@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from staticmoe.capture.rules import _MEND_READ
-from staticmoe.errors import CaptureError
 
 _HOST_READS = {
     Tensor.item: "Tensor.item()",
@@ -35,20 +34,20 @@ _HOST_READS = {
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses calls that bring a device value to the host.
+    """Reports calls that bring a device value to the host.
 
     Args:
-        where: returns the source of the running call, for the message.
+        fault: takes what is wrong with the running call, and raises if that is to stop it.
     """
 
-    def __init__(self, where: Callable[[], object]) -> None:
+    def __init__(self, fault: Callable[[str], None]) -> None:
         super().__init__()
-        self._where = where
+        self._fault = fault
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = _HOST_READS.get(func) if func.__hash__ is not None else None
         if read is not None:
-            raise CaptureError(f"{read} reads a device value on the host at {self._where()}; {_MEND_READ}")
+            self._fault(f"{read} reads a device value on the host; {_MEND_READ}")
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

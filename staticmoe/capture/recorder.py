@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from staticmoe.capture.source import Source, locate
 from staticmoe.capture.tape import Entry, Tape, operation
 from staticmoe.errors import CaptureError
 
+log = logging.getLogger(__name__)
+
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
@@ -27,17 +30,18 @@ class Recorder(TorchDispatchMode):
         provenance: book of origins, shared by all iterations of one program.
         modules: id(module) -> dotted path, for messages.
         tape: where to write, or None to observe only.
-        strict: refuse what a replay could not repeat; else only note what is written.
+        audit: what to do about what a replay could not repeat: "error" refuses it, "warn" logs it, "off" only notes
+            what is written.
     """
 
     def __init__(
-        self, provenance: Provenance, modules: Mapping[int, str], tape: Tape | None = None, *, strict: bool = True
+        self, provenance: Provenance, modules: Mapping[int, str], tape: Tape | None = None, *, audit: str = "error"
     ) -> None:
         super().__init__()
         self._provenance = provenance
         self._modules = modules
         self._tape = tape
-        self._strict = strict
+        self._audit = audit
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -47,12 +51,12 @@ class Recorder(TorchDispatchMode):
             CaptureError: at the first operation that a replay could not repeat.
         """
         self._provenance.begin_iteration()
-        if not self._strict:
+        if self._audit == "off" and self._tape is None:
             with self:
                 yield
             return
-        hooks = random_state_hooks(self._get_random_state, self._set_random_state, self._refuse_seeding)
-        with hooks, HostReadGuard(self._where), self:
+        hooks = random_state_hooks(self._get_random_state, self._set_random_state, self._seed_inside)
+        with hooks, HostReadGuard(self._fault), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,10 +69,10 @@ class Recorder(TorchDispatchMode):
             with self:
                 return implementation(*args, **kwargs)
         inputs = tensors_in(args, kwargs)
-        if self._strict:
+        if self._audit != "off":
             reason = refusal(func, args, kwargs, self._is_literal)
             if reason is not None:
-                raise CaptureError(f"{func} at {self._where()} {reason}")
+                self._fault(f"{func} {reason}")
             self._check_origins(func, args, kwargs, inputs)
         before = {storage_key(tensor) for tensor in inputs}
         derived = torch.Tag.nondeterministic_seeded in func.tags or self._provenance.is_derived(inputs)
@@ -84,18 +88,16 @@ class Recorder(TorchDispatchMode):
         overwritten = {storage_key(tensor) for tensor in _overwritten(func, args, kwargs)}
         for tensor in inputs:
             if tensor.layout != torch.strided:
-                raise CaptureError(
-                    f"{func} at {self._where()} uses a tensor of layout {tensor.layout}; use a dense one"
-                )
+                self._fault(f"{func} uses a tensor of layout {tensor.layout}; use a dense one")
             if func.is_view or storage_key(tensor) in overwritten:
                 continue
             if _name(func) in _TAKES_LITERAL and self._is_literal(tensor):
                 continue
             fault = self._provenance.fault(tensor)
             if fault is not None:
-                raise CaptureError(
-                    f"{func} at {self._where()} reads {fault}; make it a parameter, a buffer or part of the batch, "
-                    "or compute it inside the iteration"
+                self._fault(
+                    f"{func} reads {fault}; make it a parameter, a buffer or part of the batch, or compute it inside "
+                    "the iteration"
                 )
 
     def _is_literal(self, tensor: Tensor) -> bool:
@@ -140,20 +142,24 @@ class Recorder(TorchDispatchMode):
     def _set_random_state(self, write: Any, state: Tensor) -> None:
         fault = self._provenance.fault(state)
         if fault is not None:
-            raise CaptureError(f"set_rng_state at {self._where()} reads {fault}")
+            self._fault(f"set_rng_state reads {fault}")
         with _disable_current_modes():
             write(state)
         if self._tape is not None:
             self._tape.append(Entry(run=lambda: write(state), fresh=(), name="set_rng_state"))
 
-    def _refuse_seeding(self, seed: object) -> torch.Generator:
-        raise CaptureError(
-            f"manual_seed({seed}) inside the iteration at {self._where()}: every replay would draw the same numbers; "
-            "seed before the step"
+    def _seed_inside(self, seed: Any) -> torch.Generator:
+        self._fault(
+            f"manual_seed({seed}) inside the iteration: every replay would draw the same numbers; seed before it"
         )
+        return torch.default_generator.manual_seed(seed)
 
-    def _where(self) -> Source:
-        return locate(self._modules)
+    def _fault(self, what: str) -> None:
+        """Refuse, log or pass over what a replay could not repeat."""
+        if self._audit == "error":
+            raise CaptureError(f"{locate(self._modules)}: {what}")
+        if self._audit == "warn":
+            log.warning("%s: %s", locate(self._modules), what)
 
 
 def _name(func: Any) -> str:

@@ -76,7 +76,8 @@ class Program:
         self._captured_gradients: list[Tensor] = []
         self._own: dict[str, Tensor] = {}
         modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
-        self._recorder = functools.partial(Recorder, provenance, modules, strict=capture.name != "off")
+        audit = wrapped.config.audit if capture.name != "off" else "off"
+        self._recorder = functools.partial(Recorder, provenance, modules, audit=audit)
 
     @property
     def records(self) -> RecordRing:

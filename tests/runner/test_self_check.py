@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from staticmoe import ReplayError, RunnerConfig, SelfCheckError, StaticMoE, StaticMoERunner
+from staticmoe import CaptureError, ReplayError, RunnerConfig, SelfCheckError, StaticMoE, StaticMoERunner
 
 
 class Model(nn.Module):
@@ -120,3 +120,19 @@ def test_a_value_that_changes_every_step_is_an_error_that_says_so() -> None:
             runner.step(ONES)
     trainer.scale = 1.0
     assert float(runner.step(ONES).loss) == 1.0, "usable afterwards"
+
+
+def test_the_audit_can_be_overruled(caplog: pytest.LogCaptureFixture) -> None:
+    """A host read is refused, logged, or passed over, as the option says; overruled, its value is frozen."""
+
+    def reads(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]) * batch["x"].sum().item() / 16
+
+    with pytest.raises(CaptureError, match=r"test_self_check.py.*item\(\)"):
+        wrap(reads)
+    for audit in ("warn", "off"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            runner = wrap(reads, audit=audit)
+        assert ("item()" in caplog.text) is (audit == "warn")
+        assert float(runner.step({"x": 3 * ONES["x"]}).loss) == 3.0, "times 3 / 3: the factor of the capture"
