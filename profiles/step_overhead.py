@@ -2,10 +2,10 @@
 
     python profiles/step_overhead.py --output profiles/results/h200/step_overhead.json
 
-Checks first that 20 captured steps are bitwise the uncaptured ones, and prints no time where they are not. Every
-mode trains the reference model on random bytes with a Zipf distribution, bf16 autocast, fused AdamW, clipping.
-Host syncs and GPU idle share come from torch.profiler over steps of the steady state; the ceiling is an
-8192^3 bf16 product in the same run.
+Checks first that captured steps are bitwise the uncaptured ones under torch's deterministic algorithms, and times
+nothing where they are not. Every mode trains the reference model on random bytes with a Zipf distribution, bf16
+autocast, fused AdamW, clipping. Host syncs and GPU idle share come from torch.profiler over steps of the steady
+state; the ceiling is an 8192^3 bf16 product in the same run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -22,14 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# cuBLAS repeats its bits only with this; it must be set before the first product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import torch
+import torch.utils.deterministic
 from torch import Tensor, nn
 
 from staticmoe import RunnerConfig, StaticMoERunner
 from staticmoe.demo.model import DemoLM, ModelConfig
 from staticmoe.observe.nvml import gpu_facts
 
-WARMUP, TIMED, REPEATS, PROFILED = 10, 30, 5, 10
+WARMUP, TIMED, REPEATS, PROFILED, CHECKED = 5, 10, 5, 10, 20
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -44,7 +49,7 @@ class Size:
 
 
 def sizes() -> list[Size]:
-    """Host-bound, between, and GPU-bound."""
+    """The model of `staticmoe train --depth 4 --batch-size 32 --seq-len 256`, then host-bound, between, GPU-bound."""
 
     def lm(depth: int, hidden: int, heads: int, experts: int, inner: int, sequence: int) -> ModelConfig:
         return ModelConfig(
@@ -53,6 +58,7 @@ def sizes() -> list[Size]:
         )  # fmt: skip
 
     return [
+        Size("train", ModelConfig.from_depth(4, 256), 32, 256),
         Size("small", lm(4, 256, 4, 8, 256, 256), 4, 256),
         Size("medium", lm(8, 1024, 8, 16, 1024, 1024), 4, 1024),
         Size("large", lm(8, 2048, 16, 32, 1024, 2048), 8, 2048),
@@ -122,21 +128,42 @@ class Runner:
         self.close: Callable[[], None] = self.runner.close
 
 
-def check(size: Size, device: torch.device, captured: str) -> None:
-    """Refuse to time what is not right: 20 captured steps against uncaptured ones."""
-    outcomes = []
-    for capture in (captured, "off"):
-        mode = Runner(size, device, capture)
-        losses = [mode.step(batch) for batch in batches(size, 20, device)]
-        outcomes.append(([r.loss for r in losses], [p.detach().clone() for p in mode.model.parameters()]))
-        mode.close()
-    same = outcomes[0][0] == outcomes[1][0]
-    same = same and all(torch.equal(a, b) for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True))
-    print(f"{size.name}: 20 captured steps bitwise the uncaptured ones: {same}", flush=True)
-    if not same:
-        worst = max(float((a - b).abs().max()) for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True))
-        print(f"{size.name}: largest difference of a parameter {worst:.3g} (the attention backward adds with atomics)")
-        assert outcomes[0][0][:1] == outcomes[1][0][:1], "the first losses differ: that is no noise"
+def trajectory(size: Size, device: torch.device, capture: str, steps: int) -> tuple[list[float], list[Tensor]]:
+    """Losses and final parameters of `steps` steps."""
+    mode = Runner(size, device, capture)
+    results = [mode.step(batch) for batch in batches(size, steps, device)]
+    losses = [result.loss for result in results]
+    parameters = [parameter.detach().clone() for parameter in mode.model.parameters()]
+    mode.close()
+    return losses, parameters
+
+
+def gap(one: tuple[list[float], list[Tensor]], other: tuple[list[float], list[Tensor]]) -> float:
+    """Largest difference of a parameter; 0 only where losses and parameters agree bitwise."""
+    worst = max(float((a - b).abs().max()) for a, b in zip(one[1], other[1], strict=True))
+    return worst if worst or one[0] == other[0] else float("nan")
+
+
+def check(size: Size, device: torch.device, captured: str) -> dict[str, Any]:
+    """Refuse to time what is not right: captured steps against uncaptured ones, bitwise where torch is deterministic.
+
+    Without determinism the attention backward adds with atomics; the gap between two uncaptured runs is its noise.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    exact = gap(trajectory(size, device, captured, CHECKED), trajectory(size, device, "off", CHECKED))
+    torch.use_deterministic_algorithms(False)
+    if exact != 0.0:
+        raise SystemExit(f"{size.name}: {CHECKED} captured steps differ from uncaptured ones by {exact}; not timed")
+    plain = trajectory(size, device, "off", CHECKED)
+    found = {
+        "steps": CHECKED,
+        "deterministic_gap": exact,
+        "gap_without_determinism": gap(trajectory(size, device, captured, CHECKED), plain),
+        "noise_floor_of_two_uncaptured_runs": gap(trajectory(size, device, "off", CHECKED), plain),
+    }
+    print(size.name, "check", json.dumps(found), flush=True)
+    return found
 
 
 def wait(device: torch.device) -> None:
@@ -162,8 +189,16 @@ def measure(mode: Any, data: list[dict[str, Tensor]], device: torch.device) -> d
         wall.append((time.perf_counter() - start) / TIMED)
         host.append((launched - start) / TIMED)
         mode.finish()
+    alone = []
+    for batch in data:
+        start = time.perf_counter()
+        mode.step(batch)
+        alone.append(time.perf_counter() - start)
+        wait(device)
+    mode.finish()
     found: dict[str, Any] = {
         "host_us": 1e6 * statistics.median(host),
+        "host_us_of_a_lone_step": 1e6 * statistics.median(alone),
         "step_ms": 1e3 * statistics.median(wall),
         "step_ms_spread": [1e3 * min(wall), 1e3 * max(wall)],
     }
@@ -179,20 +214,24 @@ def measure(mode: Any, data: list[dict[str, Tensor]], device: torch.device) -> d
 def profile(mode: Any, data: list[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
     """Host syncs a step by name and the GPU's idle share, from torch.profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+
+    def syncs_of(recorded: torch.profiler.profile) -> collections.Counter[str]:
+        return collections.Counter(event.name for event in recorded.events() if event.name in SYNCS)
+
+    with torch.profiler.profile(activities=activities) as empty:
+        wait(device)
     with torch.profiler.profile(activities=activities) as recorded:
         for number in range(PROFILED):
             mode.step(data[number % len(data)])
         wait(device)
     mode.finish()
-    syncs: collections.Counter[str] = collections.Counter()
-    spans = []
-    for event in recorded.events():
-        if event.name in SYNCS:
-            syncs[event.name] += 1
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans.append((event.time_range.start, event.time_range.end))
-    # The one synchronisation that this function calls itself.
-    syncs["cudaDeviceSynchronize"] -= 1
+    # Less those of the profiler and of the wait, which a profile without steps shows.
+    syncs = syncs_of(recorded) - syncs_of(empty)
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     busy, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, last))
@@ -249,7 +288,7 @@ def main() -> None:
     """Measure, print a table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--sizes", nargs="*", default=["small", "medium", "large"])
+    parser.add_argument("--sizes", nargs="*", default=["train", "small", "medium", "large"])
     parser.add_argument("--commit", default=None, help="of the code; default: git's")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -264,7 +303,7 @@ def main() -> None:
     if device.type == "cuda":
         result["ceiling_tflops"] = ceiling(device)
     for size in (one for one in sizes() if one.name in arguments.sizes):
-        check(size, device, captured)
+        checked = check(size, device, captured)
         data = batches(size, 8, device)
         rows: dict[str, Any] = {}
         for name in ("eager", "off", captured):
@@ -276,7 +315,12 @@ def main() -> None:
             mode.close()
             del mode
             print(size.name, name, json.dumps(rows[name]), flush=True)
-        entry = {"model": dataclasses.asdict(size.config), "tokens": size.batch * size.sequence, "modes": rows}
+        entry = {
+            "model": dataclasses.asdict(size.config),
+            "tokens": size.batch * size.sequence,
+            "check": checked,
+            "modes": rows,
+        }
         if device.type == "cuda":
             entry["passes_sync_debug_error"] = sync_proof(size, device)
         result["sizes"][size.name] = entry

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from staticmoe.cli.train_report import (
     Stopwatch,
+    Summary,
     Tally,
     TrainReport,
     describe_end,
@@ -160,7 +161,9 @@ class Session:
                 return INTERRUPTED
             bits = self._measure(run, bigram)
             say("\nsummary")
-            self.report.table(describe_end(run, self.tally, self.watch.seconds, bits, bigram, saved))
+            summary = Summary.of(run, self.tally, self.watch.seconds, bits, bigram)
+            summary.write(self.run_dir)
+            self.report.table(describe_end(summary, self.run_dir, saved))
             say("next")
             for line in next_steps(run):
                 say(f"  {line}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,25 +178,69 @@ def describe_start(run: DemoRun, corpus: Corpus, bigram: float) -> list[tuple[st
     ]
 
 
-def describe_end(
-    run: DemoRun, tally: Tally, seconds: float, bits: float, bigram: float, checkpoint: Path
-) -> list[tuple[str, str]]:
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a call reached; `summary.json` of the run's directory holds it by these names.
+
+    Attributes:
+        backend: how iterations ran.
+        steps, planned_steps, skipped: updates of the run so far, as asked for, and of this call without effect.
+        train_seconds, tokens_per_second: of this call, training alone.
+        heldout_bits, bigram_bits: bits a byte on the held-out windows.
+        routed, dropped: assignments over the whole run.
+        loads: layer -> busiest expert over the mean, in the latest steps.
+    """
+
+    backend: str
+    steps: int
+    planned_steps: int
+    skipped: int
+    train_seconds: float
+    tokens_per_second: float
+    heldout_bits: float
+    bigram_bits: float
+    routed: int
+    dropped: int
+    loads: dict[str, float]
+
+    @classmethod
+    def of(cls, run: DemoRun, tally: Tally, seconds: float, bits: float, bigram: float) -> Summary:
+        """Take it from a run whose steps have all arrived."""
+        totals = run.runner.telemetry()["moe"].values()
+        return cls(
+            backend=run.runner.backend,
+            steps=run.step,
+            planned_steps=run.options.steps,
+            skipped=tally.skipped,
+            train_seconds=seconds,
+            tokens_per_second=tally.arrived * run.tokens_per_step / seconds if seconds > 0 else 0.0,
+            heldout_bits=bits,
+            bigram_bits=bigram,
+            routed=sum(sum(layer["routed"]) for layer in totals),
+            dropped=sum(sum(layer["dropped"]) for layer in totals),
+            loads=tally.loads(),
+        )
+
+    def write(self, run_dir: Path) -> None:
+        """Write `summary.json`."""
+        (run_dir / "summary.json").write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+def describe_end(summary: Summary, run_dir: Path, checkpoint: Path) -> list[tuple[str, str]]:
     """Return the rows of the summary."""
-    totals = run.runner.telemetry()["moe"].values()
-    routed = sum(sum(layer["routed"]) for layer in totals)
-    dropped = sum(sum(layer["dropped"]) for layer in totals)
-    rate = tally.arrived * run.tokens_per_step / seconds if seconds > 0 else 0.0
-    skipped = f", {tally.skipped} of them skipped" if tally.skipped else ""
-    loads = "  ".join(f"{name} {load:.2f}" for name, load in tally.loads().items()) or "no steps in this call"
+    bits, bigram = summary.heldout_bits, summary.bigram_bits
+    skipped = f", {summary.skipped} of them skipped" if summary.skipped else ""
+    loads = "  ".join(f"{name} {load:.2f}" for name, load in summary.loads.items()) or "no steps in this call"
+    speed = f"{summary.tokens_per_second:,.0f} (training alone, {summary.train_seconds:.0f} s)"
     return [
-        ("backend", run.runner.backend + _backend_in_words(run.runner.backend)),
-        ("steps", f"{run.step} of {run.options.steps}{skipped}"),
-        ("tokens/s", f"{rate:,.0f} (training alone, {seconds:.0f} s)"),
+        ("backend", summary.backend + _backend_in_words(summary.backend)),
+        ("steps", f"{summary.steps} of {summary.planned_steps}{skipped}"),
+        ("tokens/s", speed),
         ("held out", f"{bits:.3f} bits/byte; bigram {bigram:.3f} ({bits - bigram:+.3f}), uniform {UNIFORM_BITS:.3f}"),
-        ("dropped", f"{dropped / max(1, routed):.3%} of {routed:,} assignments"),
-        ("load", f"busiest expert over mean: {loads} (last {min(tally.arrived, RECENT_STEPS)} steps)"),
+        ("dropped", f"{summary.dropped / max(1, summary.routed):.3%} of {summary.routed:,} assignments"),
+        ("load", f"busiest expert over mean: {loads} (last {RECENT_STEPS} steps)"),
         ("checkpoint", str(checkpoint)),
-        ("records", str(run.run_dir / "metrics.jsonl")),
+        ("records", f"{run_dir / 'metrics.jsonl'}, {run_dir / 'summary.json'}"),
     ]
 
 
