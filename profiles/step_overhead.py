@@ -2,8 +2,8 @@
 
     python profiles/step_overhead.py --output profiles/results/h200/step_overhead.json
 
-Checks first that captured steps are bitwise the uncaptured ones under torch's deterministic algorithms, and times
-nothing where they are not. Every mode trains the reference model on random bytes with a Zipf distribution, bf16
+Checks first that captured steps are bitwise the uncaptured ones with deterministic attention, and times nothing where
+they are not. Every mode trains the reference model on random bytes with a Zipf distribution, bf16
 autocast, fused AdamW, clipping. Host syncs and GPU idle share come from torch.profiler over steps of the steady
 state; the ceiling is an 8192^3 bf16 product in the same run.
 """
@@ -29,6 +29,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from staticmoe import RunnerConfig, StaticMoERunner
 from staticmoe.demo.model import DemoLM, ModelConfig
@@ -145,13 +146,14 @@ def gap(one: tuple[list[float], list[Tensor]], other: tuple[list[float], list[Te
 
 
 def check(size: Size, device: torch.device, captured: str) -> dict[str, Any]:
-    """Refuse to time what is not right: captured steps against uncaptured ones, bitwise where torch is deterministic.
+    """Refuse to time what is not right: captured steps against uncaptured ones, bitwise with deterministic attention.
 
     Without determinism the attention backward adds with atomics; the gap between two uncaptured runs is its noise.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    exact = gap(trajectory(size, device, captured, CHECKED), trajectory(size, device, "off", CHECKED))
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = gap(trajectory(size, device, captured, CHECKED), trajectory(size, device, "off", CHECKED))
     torch.use_deterministic_algorithms(False)
     if exact != 0.0:
         raise SystemExit(f"{size.name}: {CHECKED} captured steps differ from uncaptured ones by {exact}; not timed")

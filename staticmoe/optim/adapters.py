@@ -1,10 +1,11 @@
 """Running the user's optimizer inside a captured iteration, with a veto, and leaving it as it was.
 
-Letters: G parameter groups.
+Letters: G parameter groups, W hyper-parameters of a group that are device values.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -14,69 +15,39 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from staticmoe.errors import OptimizerError
+from staticmoe.optim import adamw
+from staticmoe.reference.adamw import ADAMW_COLUMNS
 
 _VETOABLE = (Adam, AdamW, SGD, Adagrad)
 
 
-def _probe_fused_adagrad(parameter: Tensor) -> None:
-    """Ask torch itself whether its fused Adagrad runs where `parameter` is."""
-    try:
-        Adagrad([torch.zeros(1, device=parameter.device, requires_grad=True)], fused=True)
-    except RuntimeError as error:
-        raise OptimizerError(
-            "optimizer Adagrad: expected a fused step for the GPU, got none in this torch; use Adam, AdamW or SGD"
-        ) from error
-
-
-class FusedAdapter:
-    """torch's Adam, AdamW, SGD and Adagrad through their fused step, which honours a device veto.
-
-    While an iteration runs, the groups are switched to `fused=True` and a device learning rate and the
-    optimizer gets `found_inf`; afterwards all of it is as the user left it.
+class OptimizerAdapter(abc.ABC):
+    """What an iteration needs of an optimizer: state before the first step, values to stage, a step with a veto.
 
     Args:
         optimizer: the user's, built from the model's parameters.
 
+    Attributes:
+        width: W, values of a group that are staged at every step; the first is the learning rate.
+        staged: group keys of those values, whose change needs no new capture; None: no option is part of the graph.
+
     Raises:
-        OptimizerError: of another type, or with an option that the fused step lacks.
+        OptimizerError: it has hooks, which a replay would not call.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        # Exactly these types: a subclass may do anything in its step.
-        if type(optimizer) not in _VETOABLE:
-            names = ", ".join(kind.__name__ for kind in _VETOABLE)
-            raise OptimizerError(
-                f"optimizer {type(optimizer).__name__}: expected one of torch's {names}, whose fused steps a device "
-                f"veto can skip; got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            )
-        self.optimizer = optimizer
-        self._check_options()
-        if type(optimizer) is Adagrad and any(parameter.is_cuda for parameter in self.parameters):
-            _probe_fused_adagrad(self.parameters[0])
+    width: int
+    staged: frozenset[str] | None
 
-    def _check_options(self) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
         hooks: dict[str, Any] = {
-            "step pre-hooks": self.optimizer._optimizer_step_pre_hooks,
-            "step post-hooks": self.optimizer._optimizer_step_post_hooks,
+            "step pre-hooks": optimizer._optimizer_step_pre_hooks,
+            "step post-hooks": optimizer._optimizer_step_post_hooks,
         }
         for name, registered in hooks.items():
             if registered:
                 raise OptimizerError(
                     f"optimizer: expected no {name}, got {len(registered)}; a replay would not call them"
-                )
-        for number, group in enumerate(self.optimizer.param_groups):
-            if group.get("differentiable"):
-                raise OptimizerError(
-                    f"optimizer group {number}: differentiable=True has no fused step; set it to False"
-                )
-            if (
-                group.get("dampening")
-                and group.get("momentum")
-                and not all(map(self.optimizer.state.get, group["params"]))
-            ):
-                raise OptimizerError(
-                    f"optimizer group {number}: dampening={group['dampening']} makes the first step differ from the "
-                    "others, which one graph cannot hold; use dampening=0"
                 )
 
     @property
@@ -101,7 +72,117 @@ class FusedAdapter:
                 if parameter.requires_grad:
                     self._create(parameter, group)
 
-    def _create(self, parameter: Tensor, group: dict) -> None:
+    @abc.abstractmethod
+    def _create(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Create the state of one parameter where it is missing."""
+
+    @abc.abstractmethod
+    def hyper_parameters(self) -> list[list[float | Tensor]]:
+        """[G][W] as the user set them; numbers that are not rounded yet."""
+
+    @abc.abstractmethod
+    def step(self, gradients: list[Tensor], table: Tensor, veto: Tensor) -> None:
+        """Apply `gradients` where `veto` is 0.
+
+        Shapes:
+            gradients: one for each of `parameters`; table [G, W] fp32; veto: fp32 0-dim, exactly 0 or 1.
+        Graph-safe: yes; parameters, state and step counts change on the device only.
+        """
+
+
+def adapter_for(optimizer: Optimizer) -> OptimizerAdapter:
+    """Return the adapter that runs `optimizer`.
+
+    Raises:
+        OptimizerError: there is none, or the optimizer has an option that its adapter lacks.
+    """
+    # Exactly these types: a subclass may do anything in its step.
+    if type(optimizer) is adamw.AdamW:
+        return TableAdapter(optimizer)
+    if type(optimizer) in _VETOABLE:
+        return FusedAdapter(optimizer)
+    names = ", ".join(kind.__name__ for kind in _VETOABLE)
+    raise OptimizerError(
+        f"optimizer {type(optimizer).__name__}: expected staticmoe.optim.AdamW or one of torch's {names}, whose fused "
+        f"steps a device veto can skip; got {type(optimizer).__module__}.{type(optimizer).__qualname__}; with "
+        "capture_scope='forward_backward' any optimizer steps outside the graph"
+    )
+
+
+class TableAdapter(OptimizerAdapter):
+    """`staticmoe.optim.AdamW`, which reads all its hyper-parameters and the veto from the device by itself."""
+
+    width = len(ADAMW_COLUMNS)
+    staged = frozenset({"lr", "betas", "eps", "weight_decay"})
+
+    def __init__(self, optimizer: adamw.AdamW) -> None:
+        super().__init__(optimizer)
+        self._adamw = optimizer
+
+    def _create(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        self._adamw.create_state(parameter)
+
+    def hyper_parameters(self) -> list[list[float | Tensor]]:
+        """[G][5]; see `staticmoe.reference.adamw.ADAMW_COLUMNS`."""
+        return self._adamw.hyper_parameters()
+
+    def step(self, gradients: list[Tensor], table: Tensor, veto: Tensor) -> None:
+        """Apply `gradients` where `veto` is 0; see `OptimizerAdapter.step`."""
+        groups = [n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"] if p.requires_grad]
+        self._adamw.update(list(zip(groups, self.parameters, gradients, strict=True)), table, veto)
+
+
+def _probe_fused_adagrad(parameter: Tensor) -> None:
+    """Ask torch itself whether its fused Adagrad runs where `parameter` is."""
+    probe = torch.zeros(1, device=parameter.device, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    try:
+        Adagrad([probe], fused=True).step()
+    except RuntimeError as error:
+        raise OptimizerError(
+            "optimizer Adagrad: expected a fused step for the GPU, got none in this torch; use Adam, AdamW or SGD"
+        ) from error
+
+
+class FusedAdapter(OptimizerAdapter):
+    """torch's Adam, AdamW, SGD and Adagrad through their fused step, which honours a device veto.
+
+    While an iteration runs, the groups are switched to `fused=True` and a device learning rate and the
+    optimizer gets `found_inf`; afterwards all of it is as the user left it.
+
+    Args:
+        optimizer: the user's, built from the model's parameters.
+
+    Raises:
+        OptimizerError: with an option that the fused step lacks.
+    """
+
+    width = 1
+    staged = frozenset({"lr"})
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._check_options()
+        if type(optimizer) is Adagrad and any(parameter.is_cuda for parameter in self.parameters):
+            _probe_fused_adagrad(self.parameters[0])
+
+    def _check_options(self) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            if group.get("differentiable"):
+                raise OptimizerError(
+                    f"optimizer group {number}: differentiable=True has no fused step; set it to False"
+                )
+            if (
+                group.get("dampening")
+                and group.get("momentum")
+                and not all(map(self.optimizer.state.get, group["params"]))
+            ):
+                raise OptimizerError(
+                    f"optimizer group {number}: dampening={group['dampening']} makes the first step differ from the "
+                    "others, which one graph cannot hold; use dampening=0"
+                )
+
+    def _create(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if isinstance(self.optimizer, SGD) and not group["momentum"]:
             return
         state = self.optimizer.state[parameter]
@@ -116,18 +197,13 @@ class FusedAdapter:
         if isinstance(state.get("step"), Tensor) and state["step"].device != parameter.device:
             state["step"] = state["step"].to(parameter.device)
 
-    def learning_rates(self) -> list[float | Tensor]:
-        """Learning rate of each group as the user set it."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+    def hyper_parameters(self) -> list[list[float | Tensor]]:
+        """[G][1]: the learning rate of each group."""
+        return [[group["lr"]] for group in self.optimizer.param_groups]
 
-    def step(self, gradients: list[Tensor], learning_rates: list[Tensor], veto: Tensor) -> None:
-        """Apply `gradients` where `veto` is 0.
-
-        Shapes:
-            gradients: one for each of `parameters`; learning_rates: G fp32 0-dim; veto: fp32 0-dim, exactly 0 or 1.
-        Graph-safe: yes; parameters, state and step counts change on the device only.
-        """
-        with self._inside(gradients, learning_rates, veto):
+    def step(self, gradients: list[Tensor], table: Tensor, veto: Tensor) -> None:
+        """Apply `gradients` where `veto` is 0; see `OptimizerAdapter.step`."""
+        with self._inside(gradients, list(table[:, 0].unbind()), veto):
             self.optimizer.step()
 
     @contextlib.contextmanager

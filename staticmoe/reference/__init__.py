@@ -6,6 +6,7 @@ Written to be read and to be right in every floating dtype, fp64 included; stati
 from __future__ import annotations
 
 from staticmoe.reference.activation import ACTIVATIONS, activate, activation_backward, is_gated
+from staticmoe.reference.adamw import adamw_update
 from staticmoe.reference.experts import combine, combine_backward, down, experts_backward, experts_forward, up
 from staticmoe.reference.grouped import gather_rows, gather_to_tokens, grouped_mm, grouped_weight_grad
 from staticmoe.reference.plan import RoutingPlan, make_plan
@@ -17,6 +18,7 @@ __all__ = [
     "RoutingPlan",
     "activate",
     "activation_backward",
+    "adamw_update",
     "combine",
     "combine_backward",
     "down",

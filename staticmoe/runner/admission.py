@@ -94,8 +94,6 @@ def admit_options(config: RunnerConfig, device: torch.device) -> str:
     Raises:
         ConfigError: an option that this version does not have, or a mode that the device cannot do.
     """
-    if config.capture_scope != "iteration":
-        raise ConfigError("capture_scope: expected 'iteration' in this version, got 'forward_backward'")
     if config.compile != "off":
         raise ConfigError(f"compile: expected 'off' in this version, got {config.compile!r}")
     mode = config.capture

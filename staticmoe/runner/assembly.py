@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from staticmoe.capture import Capture, CudaGraphCapture, EmulatedCapture, Provenance, Uncaptured
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import CaptureError, ConfigError, ModelError
-from staticmoe.optim.adapters import FusedAdapter
+from staticmoe.optim.adapters import adapter_for
+from staticmoe.optim.outside import OutsideAdapter
 from staticmoe.runner.admission import admit_model, admit_optimizer, admit_options, discover, untrained
 from staticmoe.runner.family import Family
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
@@ -57,7 +58,8 @@ class Assembly:
         participants = discover(model)
         admit_optimizer(optimizer, model)
         self.optimizer = optimizer
-        self.adapter = FusedAdapter(optimizer)
+        self.outside = OutsideAdapter(optimizer) if config.capture_scope == "forward_backward" else None
+        self.adapter = adapter_for(optimizer) if self.outside is None else self.outside
         self.scalars = scalars if scalars is not None else DeviceScalars()
         self.capture = _backend(mode, self.device)
         self.guard = DeviceGuard(GuardPolicy.of(config), self.device)
@@ -71,7 +73,7 @@ class Assembly:
             shapes,
             self._build_training,
             lambda: HostState(model, self._functions(self._loss_fn)),
-            lambda: OptimizerState(optimizer, model),
+            lambda: OptimizerState(optimizer, model, self.adapter.staged),
         )
         self.evaluation = Family(
             "evaluation",
@@ -117,9 +119,9 @@ class Assembly:
         self.training.drop()
 
     def fill(self, inputs: InputRing, slot: int, values: list[list[Any]], *, launch: int, seed: int) -> None:
-        """Fill a slot with batch values, the learning rates as they are now, and the scalars."""
-        rates = self.adapter.learning_rates()
-        inputs.fill(slot, values, rates, self.scalars.host_values(), launch, seed)
+        """Fill a slot with batch values, the hyper-parameters as they are now, and the scalars."""
+        table = self.adapter.hyper_parameters()
+        inputs.fill(slot, values, table, self.scalars.host_values(), launch, seed)
 
     def versions(self) -> int:
         """A number that changes when somebody writes a trained parameter."""
@@ -146,8 +148,8 @@ class Assembly:
         )
 
     def _inputs(self, shape: BatchShape, micro_batches: int) -> InputRing:
-        groups, slots = len(self.optimizer.param_groups), self.config.max_in_flight + 1
-        inputs = InputRing(shape, micro_batches, slots, groups, self.scalars, self.device)
+        table, slots = (len(self.optimizer.param_groups), self.adapter.width), self.config.max_in_flight + 1
+        inputs = InputRing(shape, micro_batches, slots, table, self.scalars, self.device)
         self.fill(inputs, 0, [shape.example] * micro_batches, launch=0, seed=0)
         return inputs
 

@@ -1,11 +1,12 @@
 """What the host gives a step: batches and hyper-parameters, checked, copied into a slot, staged by the stream.
 
-Letters: N micro-batches of a step, G parameter groups.
+Letters: N micro-batches of a step, G parameter groups, W staged hyper-parameters of a group.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -203,8 +204,8 @@ class Slot:
     Attributes:
         values: host tensors [micro-batch][leaf]; None where the batch has None.
         on_device: (micro-batch, leaf) -> device tensor that takes the place of the host's.
-        device_rates: group -> learning rate that the user keeps on the device.
-        hyper: fp32 [G + scalars], learning rates and then device scalars.
+        device_hyper: place in the hyper-parameters -> value that the user keeps on the device.
+        hyper: fp32 [G * W + scalars], hyper-parameters by group and then device scalars.
         control: int64 [3], launch number, attempt, index of this slot.
         seed: of the step's random numbers.
     """
@@ -214,7 +215,7 @@ class Slot:
     control: Tensor
     seed: int = 0
     on_device: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
-    device_rates: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    device_hyper: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class InputRing:
@@ -227,7 +228,7 @@ class InputRing:
         shape: of a micro-batch.
         micro_batches: N.
         slots: one more than steps in flight.
-        groups: G, parameter groups.
+        table: (G, W) of the hyper-parameters.
         scalars: the user's device scalars.
         device: of the static inputs.
     """
@@ -237,22 +238,21 @@ class InputRing:
         shape: BatchShape,
         micro_batches: int,
         slots: int,
-        groups: int,
+        table: tuple[int, int],
         scalars: DeviceScalars,
         device: torch.device,
     ) -> None:
         self.shape = shape
-        self._groups = groups
         self._device = device
         self.static = [shape.tensors(device) for _ in range(micro_batches)]
-        self.learning_rates = torch.zeros(groups, dtype=torch.float32, device=device)
+        self.hyper_parameters = torch.zeros(table, dtype=torch.float32, device=device)
         self.control = torch.zeros(3, dtype=torch.int64, device=device)
         self._scalars = scalars.place(device)
         host, pinned = torch.device("cpu"), device.type == "cuda"
         self._slots = [
             Slot(
                 values=[shape.tensors(host, pinned=pinned) for _ in range(micro_batches)],
-                hyper=torch.zeros(groups + len(scalars), dtype=torch.float32, pin_memory=pinned),
+                hyper=torch.zeros(self.hyper_parameters.numel() + len(scalars), dtype=torch.float32, pin_memory=pinned),
                 control=torch.zeros(3, dtype=torch.int64, pin_memory=pinned),
             )
             for _ in range(slots)
@@ -271,7 +271,7 @@ class InputRing:
     @property
     def own_tensors(self) -> dict[str, Tensor]:
         """Those that no other program stages."""
-        named = {"learning rates": self.learning_rates, "step control": self.control}
+        named = {"hyper-parameters": self.hyper_parameters, "step control": self.control}
         for number, tensors in enumerate(self.static):
             for leaf, tensor in zip(self.shape.leaves, tensors, strict=True):
                 if tensor is not None:
@@ -282,7 +282,7 @@ class InputRing:
         self,
         index: int,
         batches: Sequence[Sequence[Any]],
-        rates: Sequence[float | Tensor],
+        table: Sequence[Sequence[float | Tensor]],
         scalars: Sequence[float],
         launch: int,
         seed: int,
@@ -290,7 +290,7 @@ class InputRing:
         """Copy one step's inputs into slot `index`: values in leaf order for each micro-batch, rounded to fp32 once."""
         slot = self._slots[index]
         slot.on_device.clear()
-        slot.device_rates.clear()
+        slot.device_hyper.clear()
         for number, (stored, values) in enumerate(zip(slot.values, batches, strict=True)):
             for leaf, (target, value) in enumerate(zip(stored, values, strict=True)):
                 if target is None:
@@ -302,9 +302,9 @@ class InputRing:
                     slot.on_device[number, leaf] = value.detach().clone()
                 else:
                     target.copy_(value.detach())
-        for position, value in enumerate([*rates, *scalars]):
+        for position, value in enumerate([*itertools.chain(*table), *scalars]):
             if isinstance(value, Tensor) and value.is_cuda:
-                slot.device_rates[position] = value.detach().clone()
+                slot.device_hyper[position] = value.detach().clone()
             else:
                 slot.hyper[position] = value
         slot.control.copy_(torch.tensor([launch, 0, index]))
@@ -322,8 +322,9 @@ class InputRing:
             for leaf, (target, value) in enumerate(zip(static, stored, strict=True)):
                 if target is not None and value is not None:
                     target.copy_(slot.on_device.get((number, leaf), value), non_blocking=True)
-        self.learning_rates.copy_(slot.hyper[: self._groups], non_blocking=True)
-        for group, rate in slot.device_rates.items():
-            self.learning_rates[group].copy_(rate)
-        self._scalars.copy_(slot.hyper[self._groups :], non_blocking=True)
+        table = self.hyper_parameters.view(-1)
+        table.copy_(slot.hyper[: table.numel()], non_blocking=True)
+        for position, value in slot.device_hyper.items():
+            table[position].copy_(value)
+        self._scalars.copy_(slot.hyper[table.numel() :], non_blocking=True)
         self.control.copy_(slot.control, non_blocking=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import CaptureError, ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
-from staticmoe.optim.adapters import FusedAdapter
+from staticmoe.optim.adapters import OptimizerAdapter
 from staticmoe.runner.commit import Shadow
 from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import InputRing
@@ -114,7 +114,7 @@ class TrainIteration:
         gradients: P gradients of the latest run of the Python, before clipping.
     """
 
-    def __init__(self, wrapped: Wrapped, adapter: FusedAdapter, inputs: InputRing, guard: DeviceGuard) -> None:
+    def __init__(self, wrapped: Wrapped, adapter: OptimizerAdapter, inputs: InputRing, guard: DeviceGuard) -> None:
         self._wrapped = wrapped
         self._adapter = adapter
         self._inputs = inputs
@@ -158,7 +158,7 @@ class TrainIteration:
             launch, attempt, slot = self._inputs.control
             guard = self._guard
             counters = [launch, attempt, guard.void, guard.reasons, guard.veto.to(torch.int64), guard.committed]
-            values = [loss, norm, *scalars.values(), self._inputs.learning_rates[0]]
+            values = [loss, norm, *scalars.values(), self._inputs.hyper_parameters[0, 0]]
             records.write(counters, values, slot.reshape(1))
 
     def _commit(self, gradients: list[Tensor], norm: Tensor) -> None:
@@ -168,7 +168,7 @@ class TrainIteration:
             # Out of place: two parameters may have been given one gradient tensor.
             gradients = list(torch._foreach_mul(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0)))
         veto = self._guard.veto
-        self._adapter.step(gradients, list(self._inputs.learning_rates.unbind()), veto)
+        self._adapter.step(gradients, self._inputs.hyper_parameters, veto)
         for participant in self._wrapped.participants.values():
             participant.commit_step(veto)
         self._shadow.select(veto)

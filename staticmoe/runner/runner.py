@@ -113,7 +113,8 @@ class StaticMoERunner:
     def step(self, batch: Any) -> StepResult:
         """Train on one batch; with accumulation on `MicroBatches([...])` or one batch with a leading dimension N.
 
-        Returns while fewer than `max_in_flight` earlier steps are outstanding, else waits for the oldest.
+        Returns while fewer than `max_in_flight` earlier steps are outstanding, else waits for the oldest. With
+        `capture_scope="forward_backward"` it waits for this step, to know whether the optimizer may step.
         When it returns, the batch may be overwritten.
 
         Raises:
@@ -142,6 +143,10 @@ class StaticMoERunner:
             program.self_check(slot)
         self._parts.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._flight.launch(program, result)
+        if self._parts.outside is not None:
+            self.flush()
+            if not result.skipped:
+                self._parts.outside.apply()
         return result
 
     def evaluate(self, batch: Any) -> EvalResult:

@@ -209,19 +209,28 @@ def cause_of(change: str) -> str:
     return change.split(": ")[0] if " -> " in change else change
 
 
+# Options that do not enter a step: which form of it torch takes, and the books of schedulers.
+_FREE = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr"}
+    | {"max_momentum", "min_momentum", "base_momentum"}
+)
+
+
 class OptimizerState:
     """Options and parameters of an optimizer as they were when an iteration was recorded.
 
     Args:
         optimizer: the user's.
         model: that its parameters should belong to.
+        staged: keys of the options that are device values; None where no option is part of the graph.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, staged: frozenset[str] | None) -> None:
         self._optimizer = optimizer
         self._model = model
         self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        self._options = [_options(group) for group in optimizer.param_groups]
+        self._free = None if staged is None else _FREE | staged
+        self._options = [self._frozen(group) for group in optimizer.param_groups]
 
     def check_groups(self) -> None:
         """Refuse an optimizer with other parameters than were captured.
@@ -254,18 +263,18 @@ class OptimizerState:
             )
 
     def changes(self) -> list[str]:
-        """Describe every option besides the learning rate that differs from what the graph holds."""
+        """Describe every option that is no device value and differs from what the graph holds."""
         found = []
         for number, (old, group) in enumerate(zip(self._options, self._optimizer.param_groups, strict=True)):
-            for key, value in _options(group).items():
+            for key, value in self._frozen(group).items():
                 if not _same(old.get(key), value):
                     found.append(f"optimizer group {number} option '{key}': {old.get(key)!r} -> {value!r}")
         return found
 
-
-# The learning rate is a device value; the rest of these do not enter the fused step.
-_FREE = {"params", "param_names", "lr", "initial_lr", "foreach", "fused", "capturable", "max_lr", "min_lr", "swa_lr"}
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key not in _FREE}
+    def _frozen(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options that enter the graph as they are, in a form that can be compared."""
+        return {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in group.items()
+            if self._free is not None and key not in self._free
+        }

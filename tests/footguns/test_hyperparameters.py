@@ -150,7 +150,8 @@ def test_a_first_step_that_differs_from_the_others_is_refused(way, probe, probe_
 def test_a_changed_hyperparameter_is_used(way, probe, probe_batch, wrap, key, value):
     """Goes wrong: only the learning rate is looked at again; weight decay and betas keep the value of the capture.
 
-    Instead: change them as you like, rarely: each change of another hyper-parameter captures anew.
+    Instead: change them as you like, rarely: each change of another hyper-parameter captures anew, save those of
+    `staticmoe.optim.AdamW`.
     """
     model = probe(way)
     alone = torch.nn.Parameter(torch.ones((), device=way.device))
@@ -170,7 +171,7 @@ def test_a_hyperparameter_that_moves_on_every_step_is_an_error(captured_way, pro
     """Goes wrong: OneCycleLR cycles betas with the rate, so that every step silently captures anew and training
     runs at the speed of capturing.
 
-    Instead: `OneCycleLR(..., cycle_momentum=False)`.
+    Instead: `staticmoe.optim.AdamW`, whose betas are device values; or `OneCycleLR(..., cycle_momentum=False)`.
     """
     model = probe(captured_way)
     optimizer = torch.optim.Adam([model.b], lr=0.1)
