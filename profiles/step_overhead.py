@@ -1,4 +1,4 @@
-"""What a step costs beside its kernels: eager loop, `capture="off"` and the captured graph, at three model sizes.
+"""What a step costs beside its kernels: eager loop, `capture="off"` and the captured graph, by model size.
 
     python profiles/step_overhead.py --output profiles/results/h200/step_overhead.json
 

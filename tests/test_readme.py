@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -64,3 +65,25 @@ def test_it_is_short_and_says_each_version_once() -> None:
     constraints = (ROOT / "constraints.txt").read_text()
     assert re.search(r"^torch==2\.13\.0$", constraints, flags=re.MULTILINE)
     assert "torch>=2.11" in (ROOT / "pyproject.toml").read_text() and "2.11 or newer" in TEXT
+
+
+def test_its_numbers_are_those_of_the_results() -> None:
+    """Every row of the table follows from the committed result, and so do the two speeds beside it."""
+    folder = ROOT / "profiles" / "results" / "h200"
+    result = json.loads((folder / "step_overhead.json").read_text())
+    assert result["provenance"]["gpu"] and result["provenance"]["commit"] and result["ceiling_tflops"] > 0
+    for name, entry in result["sizes"].items():
+        assert entry["check"]["deterministic_gap"] == 0.0 and entry["passes_sync_debug_error"]
+        eager, off, captured = (entry["modes"][mode] for mode in ("eager", "off", "cuda"))
+        assert captured["host_syncs_per_step"] == {} and captured["device_allocations_in_steady_state"] == 0
+        model = entry["model"]
+        row = [
+            f"{name}: {model['depth']} layers, width {model['hidden_size']}, {entry['tokens']} tokens",
+            *(f"{mode['step_ms']:.1f}" for mode in (eager, off, captured)),
+            f"{eager['gpu_idle_share']:.0%}",
+            f"{captured['gpu_idle_share']:.0%}",
+            f"{captured['host_us_of_a_lone_step'] / 1000:.1f}",
+        ]
+        assert f"| {' | '.join(row)} |" in TEXT
+    for run in json.loads((folder / "train.json").read_text())["runs"].values():
+        assert f"{run['tokens_per_second']:,.0f}" in TEXT
