@@ -69,7 +69,8 @@ class RunnerConfig:
         capture_scope: "iteration" holds the optimizer in the graph; "forward_backward" leaves it outside.
         capacity_factor: rows against the balanced load, None for dropless (on one GPU nothing can overflow).
         capacity_scope: "rank" or "expert".
-        overflow: what a step does whose rows exceed the capacity.
+        overflow: what a step does whose rows exceed the capacity: "rerun" commits nothing and runs again where they fit
+            (a dropless graph is captured beside), "drop" counts and commits, "skip" commits nothing, "raise" stops.
         eval_capacity_factor: capacity in `evaluate`; None is dropless, so that evaluation loses no token.
         gradient_accumulation_steps: micro-batches of one `step`.
         loss_reduction: how micro-batch losses are joined: "mean" divides by their number, "sum" adds,

@@ -29,7 +29,7 @@ class Publisher:
         self._run_dir = Path(run_dir) if run_dir is not None else None
         self._sinks: list[Sink] = []
         self._file: JsonlSink | None = None
-        self._committed = self._skipped = 0
+        self._committed = self._skipped = self._reruns = 0
         self._fields: dict[str, dict[str, list[int]]] = {}
 
     def start(self, meta: dict[str, Any]) -> None:
@@ -76,6 +76,7 @@ class Publisher:
                 self._sinks.remove(sink)
 
     def _count(self, record: Record) -> None:
+        self._reruns += record.attempt > 0
         if record.veto:
             self._skipped += 1
             return
@@ -86,7 +87,7 @@ class Publisher:
                 sums[name] = [a + b for a, b in zip(sums[name], values, strict=True)] if name in sums else list(values)
 
     def totals(self) -> dict[str, Any]:
-        """Sums over committed steps: {"committed", "skipped", "moe": {module: {"routed", "kept", "dropped"}}}."""
+        """Sums over committed steps: committed, skipped, reruns, moe: {module: {routed, kept, dropped}}."""
         layers = {
             name: {
                 "routed": list(sums["routed"]),
@@ -96,16 +97,16 @@ class Publisher:
             for name, sums in self._fields.items()
             if "routed" in sums and "kept" in sums
         }
-        return {"committed": self._committed, "skipped": self._skipped, "moe": layers}
+        return {"committed": self._committed, "skipped": self._skipped, "reruns": self._reruns, "moe": layers}
 
     def state_dict(self) -> dict[str, Any]:
         """Totals, to go on from."""
         fields = {owner: {name: list(values) for name, values in sums.items()} for owner, sums in self._fields.items()}
-        return {"committed": self._committed, "skipped": self._skipped, "fields": fields}
+        return {"committed": self._committed, "skipped": self._skipped, "reruns": self._reruns, "fields": fields}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
-        self._committed, self._skipped = state["committed"], state["skipped"]
+        self._committed, self._skipped, self._reruns = state["committed"], state["skipped"], state["reruns"]
         self._fields = {owner: {n: list(v) for n, v in sums.items()} for owner, sums in state["fields"].items()}
 
     def close(self) -> None:

@@ -135,6 +135,11 @@ class StepResult:
         return self._read().veto
 
     @property
+    def attempt(self) -> int:
+        """0, or 1 where the step's rows did not fit at first and it was run again with room for all."""
+        return self._read().attempt
+
+    @property
     def reasons(self) -> Reason:
         """Why the step did not commit, or what a policy let pass; 0 for none."""
         return self._read().reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -135,14 +136,14 @@ class Assembly:
     def _functions(self, loss_fn: LossFn) -> tuple[Callable[..., Any], ...]:
         return (loss_fn,) if self._token_mask is None else (loss_fn, self._token_mask)
 
-    def _wrapped(self) -> Wrapped:
+    def _wrapped(self, config: RunnerConfig) -> Wrapped:
         return Wrapped(
             model=self._model,
             participants=self._participants,
             bindings=self._bindings,
             loss_fn=self._loss_fn,
             token_mask=self._token_mask,
-            config=self.config,
+            config=config,
             device=self.device,
             scratch=self._scratch,
         )
@@ -160,14 +161,21 @@ class Assembly:
         self._provenance.declare(self.adapter.state_tensors, changing=True)
         self.capture.prepare(self.adapter.parameters)
         inputs = self._inputs(shape, self.config.gradient_accumulation_steps)
-        wrapped = self._wrapped()
+        program = self._build_step(inputs, self.config)
+        if self.config.overflow == "rerun" and program.can_overflow:
+            # Now, not when it is needed: what does not fit in memory is to be refused before training.
+            program.wider = self._build_step(inputs, dataclasses.replace(self.config, capacity_factor=None))
+        return program
+
+    def _build_step(self, inputs: InputRing, config: RunnerConfig) -> Program:
+        wrapped = self._wrapped(config)
         iteration = TrainIteration(wrapped, self.adapter, inputs, self.guard)
         return self._build(wrapped, iteration, inputs, self._loss_fn, "training")
 
     def _build_evaluation(self, shape: BatchShape) -> Program:
         self._flush()
         inputs = self._inputs(shape, 1)
-        wrapped = self._wrapped()
+        wrapped = self._wrapped(self.config)
         iteration = EvalIteration(wrapped, self._eval_fn, inputs, self.guard)
         return self._build(wrapped, iteration, inputs, self._eval_fn, "evaluation")
 
@@ -181,23 +189,12 @@ class Assembly:
             self.training.drop()
             self.evaluation.drop()
             raise
-        if kind == "training":
-            self._refuse_missing_ladder(program)
         if self.config.self_check:
             program.self_check(0)
         log.info("built the %s graph (%s) in %.2f s", kind, self.capture.name, time.perf_counter() - start)
         for name, facts in program.facts.items():
             log.info("%s: %s", name or "(the model)", ", ".join(f"{key} {value}" for key, value in facts.items()))
         return program
-
-    def _refuse_missing_ladder(self, program: Program) -> None:
-        over = [name for name, facts in program.facts.items() if facts.get("can_overflow")]
-        if over and self.config.overflow == "rerun":
-            raise ConfigError(
-                f"overflow='rerun': this version has no wider variant to rerun on, and capacity_factor="
-                f"{self.config.capacity_factor} with capacity_scope='{self.config.capacity_scope}' can overflow in "
-                f"{', '.join(over[:3])}; use overflow='drop', 'skip' or 'raise', or capacity_factor=None"
-            )
 
 
 def _backend(mode: str, device: torch.device) -> Capture:

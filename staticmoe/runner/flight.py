@@ -9,6 +9,7 @@ from collections.abc import Callable
 from staticmoe.capture import Stream
 from staticmoe.errors import ClosedError, ReplayError
 from staticmoe.observe.publisher import Publisher
+from staticmoe.observe.record import Record
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.guard import DeviceGuard, HostGuard
@@ -69,15 +70,17 @@ class Flight:
     def launch(self, program: Program, result: StepResult) -> None:
         """Run `program` on `next_slot`, in stream order."""
         slot = self.next_slot
-
-        def work() -> None:
-            program.run(slot)
-            self._seen_versions = self._versions()
-
         if not self._pending:
             self._seen_versions = self._versions()
         self._launches += 1
-        self._pending.append(_Pending(self._stream.launch(work), slot, program, result))
+        self._pending.append(_Pending(self._enqueue(program, slot), slot, program, result))
+
+    def _enqueue(self, program: Program, slot: int, attempt: int = 0) -> int:
+        def work() -> None:
+            program.run(slot, attempt)
+            self._seen_versions = self._versions()
+
+        return self._stream.launch(work)
 
     def make_room(self) -> None:
         """The fixed point: before launching s + max_in_flight the host acts on the record of s."""
@@ -117,25 +120,45 @@ class Flight:
         """Wait for the oldest, give its result its values, and do what the guard demands."""
         self.check_order()
         pending = self._pending[0]
-        try:
-            with host_range(HostPhase.POLL):
-                self._stream.wait(pending.ticket)
-        except BaseException as error:
-            while self._pending:
-                self._pending.popleft().result.fail(error)
-            self._broken(error)
-            raise
-        self._pending.popleft()
-        record = pending.program.records.read(pending.slot)
-        pending.result.settle(record, pending.program.facts)
+        self._wait(pending.ticket)
+        record, program = pending.program.records.read(pending.slot), pending.program
         training = not isinstance(pending.result, EvalResult)
+        if training and self._host_guard.wants_rerun(record) and program.wider is not None:
+            record, program = self._rerun(pending), program.wider
+        self._pending.popleft()
+        pending.result.settle(record, program.facts)
         self._publisher.publish(pending.result, record, training=training)
         if not training or record.void:
             return
-        capacities = {name: facts.get("capacity_rows", 0) for name, facts in pending.program.facts.items()}
+        capacities = {name: facts.get("capacity_rows", 0) for name, facts in program.facts.items()}
         refusal = self._host_guard.judge(record, capacities)
         if refusal is not None:
             # Whatever was launched after a halting step is void; let it pass before the device may commit again.
             self.flush()
             self._device_guard.halted.zero_()
             raise refusal
+
+    def _rerun(self, pending: _Pending) -> Record:
+        """Run the oldest step again where it fits, then those after it, which were void; none of them is lost.
+
+        Each runs from its own slot: same inputs, hyper-parameters and random numbers.
+        """
+        assert pending.program.wider is not None, "the caller has looked"
+        self._wait(self._pending[-1].ticket)
+        self._device_guard.halted.zero_()
+        self._wait(self._enqueue(pending.program.wider, pending.slot, attempt=1))
+        later = list(self._pending)[1:]
+        again = [dataclasses.replace(one, ticket=self._enqueue(one.program, one.slot)) for one in later]
+        self._pending = collections.deque([pending, *again])
+        return pending.program.wider.records.read(pending.slot)
+
+    def _wait(self, ticket: int) -> None:
+        """Wait for `ticket`; a replay that failed ends everything that is in flight."""
+        try:
+            with host_range(HostPhase.POLL):
+                self._stream.wait(ticket)
+        except BaseException as error:
+            while self._pending:
+                self._pending.popleft().result.fail(error)
+            self._broken(error)
+            raise

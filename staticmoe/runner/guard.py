@@ -15,6 +15,8 @@ from staticmoe.errors import CapacityError, NonFiniteError, StaticMoEError
 from staticmoe.observe.record import Reason, Record
 
 _NONFINITE = Reason.NONFINITE_LOSS | Reason.NONFINITE_GRADIENT
+# A share of fewer steps than this says little.
+_STEPS_TO_JUDGE_RERUNS = 50
 _OVERFLOW = Reason.CAPACITY_OVERFLOW | Reason.STASH_OVERFLOW
 
 
@@ -85,18 +87,27 @@ class HostGuard:
     def __init__(self, config: RunnerConfig) -> None:
         self.configure(config)
         self.consecutive_skips = 0
+        self._steps = self._reruns = 0
 
     def configure(self, config: RunnerConfig) -> None:
         """Judge by `config` from here on."""
         self._config = config
         self._policy = GuardPolicy.of(config)
 
+    def wants_rerun(self, record: Record) -> bool:
+        """Whether the policy runs `record`'s step again: its rows did not fit, so nothing else in it counts."""
+        return self._config.overflow == "rerun" and not record.void and bool(record.reasons & _OVERFLOW)
+
     def judge(self, record: Record, capacities: dict[str, int]) -> StaticMoEError | None:
-        """Error that the policies demand for `record`, or None; counts skips in a row.
+        """Error that the policies demand for `record`, or None; counts skips in a row and reruns.
 
         Args:
             capacities: participant -> rows that its buffers hold, for the message.
         """
+        self._steps += 1
+        self._reruns += record.attempt > 0
+        if record.attempt and self._steps >= _STEPS_TO_JUDGE_RERUNS and self._reruns > self._allowed_reruns():
+            return self._too_many_reruns(record)
         if record.reasons & self._policy.halts:
             return self._error(record, capacities, f"step {record.launch} was not applied: ")
         if not record.veto:
@@ -109,6 +120,20 @@ class HostGuard:
             prefix = f"{count} steps in a row were skipped (max_consecutive_skips={limit}), last: "
             return self._error(record, capacities, prefix)
         return None
+
+    def _allowed_reruns(self) -> float:
+        return self._config.max_rerun_fraction * self._steps
+
+    def _too_many_reruns(self, record: Record) -> CapacityError:
+        count, steps = self._reruns, self._steps
+        self._steps = self._reruns = 0
+        loads = [max(f["routed"]) * len(f["routed"]) / max(sum(f["routed"]), 1) for f in record.fields.values()]
+        enough = max(loads, default=1.0) if self._config.capacity_scope == "expert" else 1.0
+        return CapacityError(
+            f"{count} of {steps} steps were run again because their rows did not fit (max_rerun_fraction="
+            f"{self._config.max_rerun_fraction}); every one of them was applied, but each costs a second run: the last "
+            f"would have fitted with capacity_factor={enough:.3g} instead of {self._config.capacity_factor}"
+        )
 
     def _error(self, record: Record, capacities: dict[str, int], prefix: str) -> StaticMoEError:
         reasons = record.reasons

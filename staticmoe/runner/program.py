@@ -55,6 +55,7 @@ class Program:
 
     Attributes:
         facts: participant -> what it told about its buffers.
+        wider: the same iteration on the same inputs where nothing can overflow, to rerun a step on; or None.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Program:
     ) -> None:
         self.inputs = inputs
         self.facts: dict[str, dict[str, int]] = {}
+        self.wider: Program | None = None
         self._wrapped = wrapped
         self._iteration = iteration
         self._guard = guard
@@ -89,8 +91,14 @@ class Program:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes that the graph keeps between replays."""
-        return self._graph.owned_bytes if self._graph is not None else 0
+        """Bytes that the graph keeps between replays, and the wider one beside it."""
+        wider = self.wider.owned_bytes if self.wider is not None else 0
+        return wider + (self._graph.owned_bytes if self._graph is not None else 0)
+
+    @property
+    def can_overflow(self) -> bool:
+        """Whether some participant may get more rows than it has."""
+        return any(facts.get("can_overflow") for facts in self.facts.values())
 
     def build(self, functions: tuple[Callable[..., Any], ...], slots: int) -> None:
         """Observe, warm up and capture from the example batch in slot 0; commits nothing.
@@ -163,14 +171,16 @@ class Program:
 
     def retire(self) -> None:
         """Let go of the graph and of what only this program used; it cannot run again."""
+        if self.wider is not None:
+            self.wider.retire()
         self._graph = None
         self._provenance.forget([*self._own.values(), *self.inputs.own_tensors.values()])
 
-    def run(self, slot: int) -> None:
+    def run(self, slot: int, attempt: int = 0) -> None:
         """Stage slot `slot`, replay, and copy its record out; in stream order."""
         assert self._graph is not None, "build comes first"
         with host_range(HostPhase.STAGE_INPUTS):
-            self.inputs.stage(slot)
+            self.inputs.stage(slot, attempt)
         with host_range(HostPhase.REPLAY), self._capture.seeds.seeded(self.inputs.seed(slot)):
             self._graph.replay()
         self.records.copy_out(slot)

@@ -235,7 +235,8 @@ class StaticMoERunner:
             self.flush()
         totals = self.telemetry()
         lines = [
-            f"backend {self.backend}: {totals['committed']} steps committed, {totals['skipped']} skipped",
+            f"backend {self.backend}: {totals['committed']} steps committed, {totals['skipped']} skipped, "
+            f"{totals['reruns']} run again",
             f"graphs keep {self._parts.owned_bytes / 2**20:.1f} MiB",
         ]
         for name, layer in totals["moe"].items():

@@ -337,20 +337,6 @@ def test_an_interruption_while_building(config: RunnerConfig, error: type[BaseEx
     assert_a_good_model_trains(config, model)
 
 
-def test_an_overflow_policy_that_is_not_there_yet(config: RunnerConfig) -> None:
-    """`rerun` where the capacity can overflow is refused, not silently something else."""
-    options = {"capacity_factor": 1.0, "capacity_scope": "expert"}
-    model = Model()
-    with pytest.raises(ConfigError) as caught:
-        build(model, RunnerConfig(capture=config.capture, **options))
-    assert_clear(caught.value, "rerun", "drop")
-    assert_a_good_model_trains(config, model)
-    # Where nothing can overflow it is fine: dropless, and a rank's rows at a factor of at least 1.
-    for factor in (None, 1.0):
-        with build(Model(), RunnerConfig(capture=config.capture, capacity_factor=factor)) as runner:
-            assert float(runner.step(batch()).loss) == 1.0
-
-
 def test_a_value_that_cannot_be_set(config: RunnerConfig) -> None:
     """A scalar that was not declared; a capacity factor that cannot work: refused, what was before stays in force."""
     with build(Model(), config) as runner:
