@@ -128,7 +128,7 @@ class HostGuard:
         count, steps = self._reruns, self._steps
         self._steps = self._reruns = 0
         loads = [max(f["routed"]) * len(f["routed"]) / max(sum(f["routed"]), 1) for f in record.fields.values()]
-        enough = max(loads, default=1.0) if self._config.capacity_scope == "expert" else 1.0
+        enough = 1.0 if self._config.capacity_scope == "rank" else max(loads, default=1.0)
         return CapacityError(
             f"{count} of {steps} steps were run again because their rows did not fit (max_rerun_fraction="
             f"{self._config.max_rerun_fraction}); every one of them was applied, but each costs a second run: the last "
