@@ -156,13 +156,21 @@ class Program:
         with host_range(HostPhase.CAPTURE), self._capture.seeds.seeded(_EXAMPLE_SEED):
             self._graph = self._capture.capture(self._iteration, self._recorder)
         self._captured_gradients = self._iteration.gradients
-        changed = before.changes()
-        if changed and self._capture.name != "off":
-            raise CaptureError(
-                f"the iteration changes Python state that a replay would not change: {'; '.join(changed[:5])}; keep "
-                "such state in a buffer that is updated in place, or in runner.scalars"
-            )
+        self._judge_host_state(before.changes())
         self.facts = {name: dict(binding.facts) for name, binding in self._wrapped.bindings.items()}
+
+    def _judge_host_state(self, changed: list[str]) -> None:
+        """Refuse or log Python state that the captured run has changed: replays will not change it."""
+        audit = self._wrapped.config.audit
+        if not changed or self._capture.name == "off" or audit == "off":
+            return
+        what = (
+            f"the iteration changes Python state that a replay would not change: {'; '.join(changed[:5])}; keep such "
+            "state in a buffer that is updated in place, or in runner.scalars"
+        )
+        if audit == "error":
+            raise CaptureError(what)
+        log.warning("%s", what)
 
     def _observe(self, run: Callable[[], None]) -> None:
         self.inputs.stage(0)

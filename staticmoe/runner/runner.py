@@ -97,7 +97,7 @@ class StaticMoERunner:
 
     @property
     def backend(self) -> str:
-        """How iterations run: "emulate" or "off"."""
+        """How iterations run: "cuda", "emulate" or "off"."""
         return self._parts.capture.name
 
     @property
@@ -132,17 +132,20 @@ class StaticMoERunner:
         self._follow_changes(self._parts.training)
         micro = split_micro_batches(batch, self._parts.config.gradient_accumulation_steps)
         number, values = self._parts.training.accept(micro)
+        step, every = self._step + 1, self._parts.config.recheck_every
+        recheck = every > 0 and step % every == 0
+        if recheck:
+            self.flush()
         self._flight.make_room()
         program = self._parts.training.program(number)
-        result = StepResult(self._step + 1, self._flight.settle_until)
-        slot = self._prepare(program, values, self._step + 1, seed=self._parts.capture.seeds.draw())
-        self._step += 1
-        every = self._parts.config.recheck_every
-        if every and self._step % every == 0:
-            self.flush()
+        result = StepResult(step, self._flight.settle_until)
+        slot = self._prepare(program, values, step, seed=self._parts.capture.seeds.draw())
+        if recheck:
             program.self_check(slot)
+        # Schedulers look for a call of the optimizer's step, which a replay is not.
         self._parts.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._flight.launch(program, result)
+        self._step = step
         if self._parts.outside is not None:
             self.flush()
             if not result.skipped:
@@ -193,7 +196,7 @@ class StaticMoERunner:
         self.flush()
 
     def recapture(self) -> None:
-        """Drop all graphs and capture the training graphs again."""
+        """Drop all graphs; each is captured again at its next use."""
         self._check_open()
         self.flush()
         for family in (self._parts.training, self._parts.evaluation):
