@@ -139,7 +139,11 @@ def test_the_interpreted_kernel_is_the_reference() -> None:
     """Odd sizes, one block and several, each dtype. In a process of its own: triton reads the variable on import."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", KERNEL]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if "oneMKL FATAL ERROR: Cannot load" in run.stderr:
+        # Seen once in some thirty starts: torch's MKL could not open its own library, before any code of ours ran.
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert len(found) == 24
