@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +56,16 @@ def test_without_nvml_there_are_no_facts(without: Any, caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO, "staticmoe"):
         assert gpu_facts() == []
     assert "nvidia-ml-py is not installed" in caplog.text
+
+
+def test_kernel_names_carry_their_phase() -> None:
+    """A profile attributes a kernel by its name, so every jitted function is called staticmoe_<phase>_..."""
+    kernels = Path(phases.__file__).parent / "kernels"
+    names = [
+        node.name
+        for path in kernels.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+    ]
+    prefixes = tuple(f"staticmoe_{phase}_" for phase in phases.DevicePhase)
+    assert names and [name for name in names if not name.startswith(prefixes)] == []

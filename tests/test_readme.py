@@ -85,5 +85,7 @@ def test_its_numbers_are_those_of_the_results() -> None:
             f"{captured['host_us_of_a_lone_step'] / 1000:.1f}",
         ]
         assert f"| {' | '.join(row)} |" in TEXT
+        gaps = [entry["check"][key] for key in ("gap_without_determinism", "noise_floor_of_two_uncaptured_runs")]
+        assert all(f"{gap:.1e}".replace("e-0", "e-") in TEXT for gap in gaps if gap)
     for run in json.loads((folder / "train.json").read_text())["runs"].values():
         assert f"{run['tokens_per_second']:,.0f}" in TEXT

@@ -25,12 +25,12 @@ _POLL_SECONDS = 20e-6
 class CudaStream:
     """The user's current stream, seen through events. Waiting asks and sleeps; it calls no synchronizing function."""
 
+    overtakes = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: dict[int, torch.cuda.Event] = {}
         self._launched = 0
-
-    overtakes = False
 
     def launch(self, work: Callable[[], None]) -> int:
         """Enqueue `work` on the current stream."""

@@ -71,6 +71,7 @@ class Assembly:
         self._flush = flush
         self.training = Family(
             "training",
+            self.device,
             shapes,
             self._build_training,
             lambda: HostState(model, self._functions(self._loss_fn)),
@@ -78,6 +79,7 @@ class Assembly:
         )
         self.evaluation = Family(
             "evaluation",
+            self.device,
             shapes,
             self._build_evaluation,
             lambda: HostState(model, self._functions(self._eval_fn), ignored=frozenset({"training"})),

@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from staticmoe.errors import BatchError, ReplayError
-from staticmoe.runner.inputs import BatchShape, describe
+from staticmoe.runner.inputs import BatchShape, describe, wrong_device
 from staticmoe.runner.program import Program
 from staticmoe.runner.watch import HostState, OptimizerState, cause_of
 
@@ -22,6 +24,7 @@ class Family:
 
     Args:
         kind: "training" or "evaluation", for messages.
+        device: of the model.
         shapes: of the micro-batches that the user declared; each is built at its first use.
         make: makes and builds the program of a shape.
         state: takes the Python state that the programs freeze.
@@ -31,12 +34,14 @@ class Family:
     def __init__(
         self,
         kind: str,
+        device: torch.device,
         shapes: Sequence[BatchShape],
         make: Callable[[BatchShape], Program],
         state: Callable[[], HostState],
         options: Callable[[], OptimizerState] | None,
     ) -> None:
         self._kind = kind
+        self._device = device
         self._make = make
         self._take_state = state
         self._take_options = options
@@ -54,9 +59,12 @@ class Family:
         """Number of the declared shape that all of `batches` have, and their values in leaf order.
 
         Raises:
-            BatchError: they have none; compares with each.
+            BatchError: they have none, and compares with each; or a tensor lies on another device than the model.
         """
         described = [describe(batch) for batch in batches]
+        elsewhere = next(filter(None, (wrong_device(leaves, self._device) for leaves, _, _ in described)), None)
+        if elsewhere is not None:
+            raise BatchError(f"{elsewhere}; move it")
         problems = []
         for number, (shape, _) in enumerate(self._programs):
             found = (shape.mismatch(b, leaves, spec) for b, (leaves, _, spec) in zip(batches, described, strict=True))

@@ -132,11 +132,13 @@ class Flight:
             return
         capacities = {name: facts.get("capacity_rows", 0) for name, facts in program.facts.items()}
         refusal = self._host_guard.judge(record, capacities)
-        if refusal is not None:
-            # Whatever was launched after a halting step is void; let it pass before the device may commit again.
+        if refusal is None:
+            return
+        if self._host_guard.halts(record):
+            # Whatever was launched after it is void; let it pass before the device may commit again.
             self.flush()
             self._device_guard.halted.zero_()
-            raise refusal
+        raise refusal
 
     def _rerun(self, pending: _Pending) -> Record:
         """Run the oldest step again where it fits, then those after it, which were void; none of them is lost.

@@ -98,6 +98,10 @@ class HostGuard:
         """Whether the policy runs `record`'s step again: its rows did not fit, so nothing else in it counts."""
         return self._config.overflow == "rerun" and not record.void and bool(record.reasons & _OVERFLOW)
 
+    def halts(self, record: Record) -> bool:
+        """Whether `record`'s step has halted the device."""
+        return bool(record.reasons & self._policy.halts)
+
     def judge(self, record: Record, capacities: dict[str, int]) -> StaticMoEError | None:
         """Error that the policies demand for `record`, or None; counts skips in a row and reruns.
 
@@ -106,10 +110,10 @@ class HostGuard:
         """
         self._steps += 1
         self._reruns += record.attempt > 0
+        if self.halts(record):
+            return self._error(record, capacities, f"step {record.launch} was not applied: ")
         if record.attempt and self._steps >= _STEPS_TO_JUDGE_RERUNS and self._reruns > self._allowed_reruns():
             return self._too_many_reruns(record)
-        if record.reasons & self._policy.halts:
-            return self._error(record, capacities, f"step {record.launch} was not applied: ")
         if not record.veto:
             self.consecutive_skips = 0
             return None
@@ -131,8 +135,8 @@ class HostGuard:
         enough = 1.0 if self._config.capacity_scope == "rank" else max(loads, default=1.0)
         return CapacityError(
             f"{count} of {steps} steps were run again because their rows did not fit (max_rerun_fraction="
-            f"{self._config.max_rerun_fraction}); every one of them was applied, but each costs a second run: the last "
-            f"would have fitted with capacity_factor={enough:.3g} instead of {self._config.capacity_factor}"
+            f"{self._config.max_rerun_fraction}); none was lost, but each costs a second run: the last would "
+            f"have fitted with capacity_factor={enough:.3g} instead of {self._config.capacity_factor}"
         )
 
     def _error(self, record: Record, capacities: dict[str, int], prefix: str) -> StaticMoEError:

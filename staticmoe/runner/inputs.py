@@ -77,12 +77,14 @@ class Leaf:
         path: where in the batch, as an index expression.
         kind: "tensor", "int", "float", "bool" or "none".
         shape, dtype: of the static tensor; a Python number is a 0-dim tensor, "none" has neither.
+        device: where the value lies; no part of the declared shape.
     """
 
     path: str
     kind: str
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+    device: torch.device = dataclasses.field(default=torch.device("cpu"), compare=False)
 
 
 _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -114,7 +116,7 @@ def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(value, Tensor):
         if value.is_meta or value.layout != torch.strided:
             raise BatchError(f"batch{path}: expected a dense tensor with data, got {value.device} {value.layout}")
-        return Leaf(path, "tensor", tuple(value.shape), value.dtype)
+        return Leaf(path, "tensor", tuple(value.shape), value.dtype, value.device)
     if type(value) in _NUMBER_DTYPES:
         return Leaf(path, type(value).__name__, (), _NUMBER_DTYPES[type(value)])
     raise BatchError(
@@ -161,6 +163,16 @@ class BatchShape:
             if not _fits(declared, leaf):
                 return f"batch{leaf.path}: expected {_words(declared)}, got {_words(leaf)}"
         return None
+
+
+def wrong_device(leaves: list[Leaf], device: torch.device) -> str | None:
+    """Say which value lies neither on the host nor on `device`, or None."""
+    for leaf in leaves:
+        if leaf.device.type != "cpu" and leaf.device != device:
+            return (
+                f"batch{leaf.path}: expected a tensor on the CPU or on {device}, the model's device, got {leaf.device}"
+            )
+    return None
 
 
 def _fits(declared: Leaf, leaf: Leaf) -> bool:

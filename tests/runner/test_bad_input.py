@@ -12,6 +12,7 @@ from torch import nn
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
 from staticmoe.errors import BatchError, ClosedError, ConfigError, ModelError, OptimizerError, StaticMoEError
+from staticmoe.runner.inputs import Leaf, wrong_device
 
 
 class Model(nn.Module):
@@ -358,3 +359,14 @@ def test_a_token_mask_that_is_none(config: RunnerConfig, key: str) -> None:
         build(model, config, token_mask=key)
     assert_clear(caught.value, key if key == "missing" else "mask")
     assert_a_good_model_trains(config, model)
+
+
+def test_a_batch_on_another_gpu_is_named() -> None:
+    """Devices compare without a GPU: the host's and the model's are right, any other is not."""
+    x = torch.zeros(2)
+    leaves = [Leaf("['x']", "tensor", (2,), x.dtype, torch.device(place)) for place in ("cpu", "cuda:0", "cuda:1")]
+    assert wrong_device(leaves[:2], torch.device("cuda:0")) is None
+    message = wrong_device(leaves, torch.device("cuda:0"))
+    assert message is not None
+    assert_clear(ValueError(message + "; move it"), r"\['x'\]", "cuda:0", "cuda:1")
+    assert "cuda:0" in (wrong_device(leaves[1:2], torch.device("cpu")) or "")
