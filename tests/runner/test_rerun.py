@@ -158,7 +158,7 @@ def test_a_rerun_that_halts_says_so_and_not_that_there_were_many() -> None:
     config = RunnerConfig(**NARROW, nonfinite="raise", max_rerun_fraction=0.99)
     example = {**batch_of(1), "s": one}
     with StaticMoERunner(model, optimizer, example_batch=example, loss_fn=spoiled, config=config) as runner:
-        for step in range(49):
+        for _ in range(49):
             runner.step({**batch_of(0), "s": one})
         runner.flush()
         with pytest.raises(NonFiniteError, match="was not applied"):
