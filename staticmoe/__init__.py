@@ -19,7 +19,8 @@ from staticmoe.errors import (
 from staticmoe.moe import StaticMoE
 from staticmoe.observe.record import Reason
 from staticmoe.observe.results import EvalResult, StepResult
-from staticmoe.runner.inputs import DeviceScalars, MicroBatches
+from staticmoe.runner.batch_shape import MicroBatches
+from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.runner import StaticMoERunner
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from staticmoe.capture.cuda_graph import CudaGraphCapture
 from staticmoe.capture.emulated import EmulatedCapture
-from staticmoe.capture.interface import Capture, Graph, Stream
+from staticmoe.capture.interface import Capture, Graph, Stream, Upload
 from staticmoe.capture.provenance import Provenance
 from staticmoe.capture.recorder import Recorder
 from staticmoe.capture.tape import Tape
@@ -20,4 +20,5 @@ __all__ = [
     "Stream",
     "Tape",
     "Uncaptured",
+    "Upload",
 ]

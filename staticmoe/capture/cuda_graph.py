@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from staticmoe.capture.interface import Graph
+from staticmoe.capture.interface import Graph, Upload
 from staticmoe.capture.recorder import Recorder
 from staticmoe.capture.seeding import StepSeeds
 from staticmoe.errors import CaptureError
@@ -22,24 +22,73 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 20e-6
 
 
+class CudaUpload:
+    """Copies on a stream of their own, so that the batch of a step travels while the step before it computes.
+
+    Args:
+        device: where the copies go.
+        stream: that carries them.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._stream = stream
+        self._arrived = torch.cuda.Event()
+        self._read = torch.cuda.Event()
+        # The device's memory may have been made, and filled, on the current stream a moment ago.
+        self.mark_read()
+
+    def wait_until_free(self) -> None:
+        """Ask until the copies of the last `run` have arrived."""
+        while not self._arrived.query():
+            time.sleep(_POLL_SECONDS)
+
+    def run(self, copies: Callable[[], None]) -> None:
+        """Copy behind what still reads the device's memory, and let the current stream wait for it."""
+        self._stream.wait_event(self._read)
+        with torch.cuda.stream(self._stream):
+            copies()
+        self._arrived.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+
+    def mark_read(self) -> None:
+        """Remember where the current stream is."""
+        self._read.record(torch.cuda.current_stream(self._device))
+
+
 class CudaStream:
-    """The user's current stream, seen through events. Waiting asks and sleeps; it calls no synchronizing function."""
+    """The user's current stream, seen through events. Waiting asks and sleeps; it calls no synchronizing function.
+
+    Copies between host and device run beside it, each direction on a stream of its own.
+    """
 
     overtakes = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
         self._events: dict[int, torch.cuda.Event] = {}
         self._launched = 0
 
-    def launch(self, work: Callable[[], None]) -> int:
-        """Enqueue `work` on the current stream."""
+    def launch(self, work: Callable[[], None], copy_out: Callable[[], None] | None = None) -> int:
+        """Enqueue `work` on the current stream, and `copy_out` on the stream of copies to the host behind it."""
         work()
-        self._launched += 1
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
+        if copy_out is not None:
+            self._down.wait_event(event)
+            with torch.cuda.stream(self._down):
+                copy_out()
+            event = torch.cuda.Event()
+            event.record(self._down)
+        self._launched += 1
         self._events[self._launched] = event
         return self._launched
+
+    def upload(self) -> Upload | None:
+        """A way for one slot; all of them share the stream of copies to the device."""
+        return CudaUpload(self._device, self._up)
 
     def is_done(self, ticket: int) -> bool:
         """Whether the work of `ticket` has finished."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from staticmoe.capture.interface import Graph
+from staticmoe.capture.interface import Graph, Upload
 from staticmoe.capture.recorder import Recorder
 from staticmoe.capture.seeding import StepSeeds
 from staticmoe.capture.tape import Tape
@@ -24,15 +24,19 @@ class DeferredStream:
     overtakes = True
 
     def __init__(self) -> None:
-        self._queue: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
+        self._queue: collections.deque[tuple[int, Callable[[], None], Callable[[], None] | None]] = collections.deque()
         self._launched = 0
         self._done = 0
 
-    def launch(self, work: Callable[[], None]) -> int:
-        """Append `work`; nothing runs yet."""
+    def launch(self, work: Callable[[], None], copy_out: Callable[[], None] | None = None) -> int:
+        """Append `work` and `copy_out`; nothing runs yet."""
         self._launched += 1
-        self._queue.append((self._launched, work))
+        self._queue.append((self._launched, work, copy_out))
         return self._launched
+
+    def upload(self) -> Upload | None:
+        """None: there is no other memory."""
+        return None
 
     def is_done(self, ticket: int) -> bool:
         """Whether `ticket` has run."""
@@ -41,9 +45,11 @@ class DeferredStream:
     def wait(self, ticket: int) -> None:
         """Run everything up to `ticket`."""
         while self._queue and self._queue[0][0] <= ticket:
-            number, work = self._queue.popleft()
+            number, work, copy_out = self._queue.popleft()
             try:
                 work()
+                if copy_out is not None:
+                    copy_out()
             except BaseException:
                 self._queue.clear()
                 self._done = self._launched

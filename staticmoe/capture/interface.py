@@ -23,6 +23,19 @@ class Graph(Protocol):
         """Bytes that the graph keeps between replays."""
 
 
+class Upload(Protocol):
+    """The way of one slot's host memory to the device, beside the work that is under way."""
+
+    def wait_until_free(self) -> None:
+        """Return when the host's memory may be written: earlier copies have read it."""
+
+    def run(self, copies: Callable[[], None]) -> None:
+        """Start `copies`, host to device; work that is launched from here on waits for them."""
+
+    def mark_read(self) -> None:
+        """Say that work launched so far reads the device's memory; the next `run` waits for that work."""
+
+
 class Stream(Protocol):
     """An order of device work, seen from the host.
 
@@ -32,8 +45,11 @@ class Stream(Protocol):
 
     overtakes: bool
 
-    def launch(self, work: Callable[[], None]) -> int:
-        """Put `work` behind all earlier work; returns its ticket."""
+    def launch(self, work: Callable[[], None], copy_out: Callable[[], None] | None = None) -> int:
+        """Put `work` behind all earlier work, and `copy_out` behind `work` alone; returns a ticket for both."""
+
+    def upload(self) -> Upload | None:
+        """A way from the host to the device; None where their memory is the same."""
 
     def is_done(self, ticket: int) -> bool:
         """Whether the work of `ticket` has finished. Never waits."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from staticmoe.capture.cuda_graph import CudaStream
-from staticmoe.capture.interface import Graph, Stream
+from staticmoe.capture.interface import Graph, Stream, Upload
 from staticmoe.capture.recorder import Recorder
 from staticmoe.capture.seeding import StepSeeds
 
@@ -21,11 +21,17 @@ class ImmediateStream:
     def __init__(self) -> None:
         self._done = 0
 
-    def launch(self, work: Callable[[], None]) -> int:
-        """Run `work` now."""
+    def launch(self, work: Callable[[], None], copy_out: Callable[[], None] | None = None) -> int:
+        """Run `work` and `copy_out` now."""
         work()
+        if copy_out is not None:
+            copy_out()
         self._done += 1
         return self._done
+
+    def upload(self) -> Upload | None:
+        """None: there is no other memory."""
+        return None
 
     def is_done(self, ticket: int) -> bool:
         """Always true of a ticket that was given out."""

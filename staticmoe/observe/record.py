@@ -108,7 +108,7 @@ class RecordRing:
         self.ring.index_copy_(0, slot, self.row.unsqueeze(0))
 
     def copy_out(self, slot: int) -> None:
-        """Copy a slot of the ring to the host, in stream order."""
+        """Copy a slot of the ring to the host; the slot is not written again before the host has read the copy."""
         self._host[slot].copy_(self.ring[slot], non_blocking=True)
 
     def read(self, slot: int) -> Record:

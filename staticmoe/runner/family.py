@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from staticmoe.errors import BatchError, ReplayError
-from staticmoe.runner.inputs import BatchShape, describe, wrong_device
+from staticmoe.runner.batch_shape import BatchShape, describe, wrong_device
 from staticmoe.runner.program import Program
 from staticmoe.runner.watch import HostState, OptimizerState, cause_of
 

@@ -80,7 +80,7 @@ class Flight:
             program.run(slot, attempt)
             self._seen_versions = self._versions()
 
-        return self._stream.launch(work)
+        return self._stream.launch(work, lambda: program.records.copy_out(slot))
 
     def make_room(self) -> None:
         """The fixed point: before launching s + max_in_flight the host acts on the record of s."""

@@ -1,4 +1,4 @@
-"""What the host gives a step: batches and hyper-parameters, checked, copied into a slot, staged by the stream.
+"""What the host gives a step: batches and hyper-parameters, copied into a slot, staged by the stream.
 
 Letters: N micro-batches of a step, G parameter groups, W staged hyper-parameters of a group.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from staticmoe.errors import BatchError, ConfigError
-
-
-class MicroBatches(list):
-    """The N micro-batches of one `step` under gradient accumulation, each like the example batch."""
+from staticmoe.capture import Stream, Upload
+from staticmoe.errors import ConfigError
+from staticmoe.runner.batch_shape import BatchShape
 
 
 class DeviceScalars(MutableMapping[str, float]):
@@ -69,162 +66,55 @@ class DeviceScalars(MutableMapping[str, float]):
         return len(self._values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One place of a batch.
-
-    Attributes:
-        path: where in the batch, as an index expression.
-        kind: "tensor", "int", "float", "bool" or "none".
-        shape, dtype: of the static tensor; a Python number is a 0-dim tensor, "none" has neither.
-        device: where the value lies; no part of the declared shape.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    device: torch.device = dataclasses.field(default=torch.device("cpu"), compare=False)
-
-
-_NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
-
-
-def _plain(batch: Any) -> Any:
-    """Mappings of any type (a BatchEncoding, say) as dicts with sorted keys, so that fields match by name."""
-    if isinstance(batch, Mapping):
-        return {key: _plain(batch[key]) for key in sorted(batch, key=str)}
-    if type(batch) in (list, tuple):
-        return type(batch)(_plain(item) for item in batch)
-    return batch
-
-
-def describe(batch: Any) -> tuple[list[Leaf], list[Any], pytree.TreeSpec]:
-    """Leaves, values and structure of one micro-batch.
-
-    Raises:
-        BatchError: a value that is no tensor, number or None, or a tensor on the meta device.
-    """
-    pairs, spec = pytree.tree_flatten_with_path(_plain(batch))
-    leaves = [_leaf(pytree.keystr(path), value) for path, value in pairs]
-    return leaves, [value for _, value in pairs], spec
-
-
-def _leaf(path: str, value: Any) -> Leaf:
-    if value is None:
-        return Leaf(path, "none")
-    if isinstance(value, Tensor):
-        if value.is_meta or value.layout != torch.strided:
-            raise BatchError(f"batch{path}: expected a dense tensor with data, got {value.device} {value.layout}")
-        return Leaf(path, "tensor", tuple(value.shape), value.dtype, value.device)
-    if type(value) in _NUMBER_DTYPES:
-        return Leaf(path, type(value).__name__, (), _NUMBER_DTYPES[type(value)])
-    raise BatchError(
-        f"batch{path}: expected a tensor, a number or None, got {type(value).__name__} {value!r:.60}; "
-        "take it out of the batch or turn it into a tensor"
-    )
-
-
-class BatchShape:
-    """The declared structure of a micro-batch: what a graph was captured for."""
-
-    def __init__(self, example: Any) -> None:
-        self._kind = type(example).__name__
-        self.leaves, self._values, self._spec = describe(example)
-        if not any(leaf.kind == "tensor" for leaf in self.leaves):
-            raise BatchError(f"example_batch: expected at least one tensor, got {type(example).__name__} without any")
-
-    @property
-    def example(self) -> list[Any]:
-        """Values of the example, in leaf order."""
-        return self._values
-
-    def tensors(self, device: torch.device, *, pinned: bool = False) -> list[Tensor | None]:
-        """Fresh tensors for one micro-batch, in leaf order."""
-        return [
-            None if leaf.kind == "none" else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, pin_memory=pinned)
-            for leaf in self.leaves
-        ]
-
-    def assemble(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The batch that the loss function sees, from tensors in leaf order."""
-        return pytree.tree_unflatten(list(tensors), self._spec)
-
-    def mismatch(self, batch: Any, leaves: list[Leaf], spec: pytree.TreeSpec) -> str | None:
-        """Say how `batch` (`leaves`, `spec`) differs from the declared structure, or None where it fits."""
-        if spec != self._spec:
-            got, expected = [leaf.path for leaf in leaves], [leaf.path for leaf in self.leaves]
-            missing, extra = [p for p in expected if p not in got], [p for p in got if p not in expected]
-            return (
-                f"batch: expected a {self._kind} of {expected}, got a {type(batch).__name__} of {got} "
-                f"(missing {missing}, extra {extra})"
-            )
-        for declared, leaf in zip(self.leaves, leaves, strict=True):
-            if not _fits(declared, leaf):
-                return f"batch{leaf.path}: expected {_words(declared)}, got {_words(leaf)}"
-        return None
-
-
-def wrong_device(leaves: list[Leaf], device: torch.device) -> str | None:
-    """Say which value lies neither on the host nor on `device`, or None."""
-    for leaf in leaves:
-        if leaf.device.type != "cpu" and leaf.device != device:
-            return (
-                f"batch{leaf.path}: expected a tensor on the CPU or on {device}, the model's device, got {leaf.device}"
-            )
-    return None
-
-
-def _fits(declared: Leaf, leaf: Leaf) -> bool:
-    if declared.kind == "float" and leaf.kind == "int":
-        return True
-    return (declared.kind, declared.shape, declared.dtype) == (leaf.kind, leaf.shape, leaf.dtype)
-
-
-def _words(leaf: Leaf) -> str:
-    if leaf.kind == "tensor":
-        return f"a tensor of shape {leaf.shape} and {leaf.dtype}"
-    return "None" if leaf.kind == "none" else f"a Python {leaf.kind}"
-
-
-def split_micro_batches(batch: Any, count: int) -> list[Any]:
-    """The micro-batches of one step: `MicroBatches`, or one batch whose tensors have a leading dimension N.
-
-    Raises:
-        BatchError: another number of micro-batches than `count`.
-    """
-    if isinstance(batch, MicroBatches):
-        if len(batch) != count:
-            raise BatchError(f"MicroBatches: expected {count} (gradient_accumulation_steps), got {len(batch)}")
-        return list(batch)
-    if count == 1:
-        return [batch]
-    leaves, values, spec = describe(batch)
-    for leaf in leaves:
-        if leaf.kind == "tensor" and (not leaf.shape or leaf.shape[0] != count):
-            raise BatchError(
-                f"batch{leaf.path}: expected a leading dimension of {count} (gradient_accumulation_steps), got shape "
-                f"{leaf.shape}; stack the micro-batches, or pass MicroBatches([...])"
-            )
-    return [pytree.tree_unflatten([v[i] if isinstance(v, Tensor) else v for v in values], spec) for i in range(count)]
-
-
 @dataclasses.dataclass
-class Slot:
-    """Memory of one step's inputs: what came from the host in (pinned) host memory, what came from the device there.
+class SlotMemory:
+    """One step's inputs in one memory.
 
     Attributes:
-        values: host tensors [micro-batch][leaf]; None where the batch has None.
-        on_device: (micro-batch, leaf) -> device tensor that takes the place of the host's.
-        device_hyper: place in the hyper-parameters -> value that the user keeps on the device.
+        values: [micro-batch][leaf]; None where the batch has None.
         hyper: fp32 [G * W + scalars], hyper-parameters by group and then device scalars.
-        control: int64 [3], launch number, attempt, index of this slot.
-        seed: of the step's random numbers.
+        control: int64 [3], launch number, attempt, index of the slot.
     """
 
     values: list[list[Tensor | None]]
     hyper: Tensor
     control: Tensor
+
+    @classmethod
+    def make(
+        cls, shape: BatchShape, micro_batches: int, hyper: int, device: torch.device, *, pinned: bool = False
+    ) -> SlotMemory:
+        """Memory on `device` for N micro-batches and `hyper` hyper-parameters and scalars."""
+        return cls(
+            values=[shape.tensors(device, pinned=pinned) for _ in range(micro_batches)],
+            hyper=torch.zeros(hyper, dtype=torch.float32, device=device, pin_memory=pinned),
+            control=torch.zeros(3, dtype=torch.int64, device=device, pin_memory=pinned),
+        )
+
+    def pairs(self, other: SlotMemory) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor here with its counterpart there."""
+        for mine, theirs in zip(itertools.chain(*self.values), itertools.chain(*other.values), strict=True):
+            if mine is not None and theirs is not None:
+                yield mine, theirs
+        yield from ((self.hyper, other.hyper), (self.control, other.control))
+
+
+@dataclasses.dataclass
+class Slot:
+    """One step's inputs: what came from the host, in pinned memory and on the device, and what came from the device.
+
+    Attributes:
+        host: filled by the caller's thread.
+        resident: what is staged from; on a CPU the same memory as `host`.
+        upload: the way from one to the other; None on a CPU.
+        on_device: (micro-batch, leaf) -> device tensor that takes the place of the host's.
+        device_hyper: place in the hyper-parameters -> value that the user keeps on the device.
+        seed: of the step's random numbers.
+    """
+
+    host: SlotMemory
+    resident: SlotMemory
+    upload: Upload | None
     seed: int = 0
     on_device: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
     device_hyper: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -233,8 +123,9 @@ class Slot:
 class InputRing:
     """Static inputs of a program and the slots that they are staged from.
 
-    A slot is filled when `step` is called, so that the caller may overwrite the batch as soon as it returns;
-    `stage` runs on the stream just before the replay, and again before a rerun.
+    A slot is filled when `step` is called, so that the caller may overwrite the batch as soon as it returns, and
+    travels to the device beside the steps in flight; `stage` runs on the stream just before the replay, and again
+    before a rerun.
 
     Args:
         shape: of a micro-batch.
@@ -243,6 +134,7 @@ class InputRing:
         table: (G, W) of the hyper-parameters.
         scalars: the user's device scalars.
         device: of the static inputs.
+        stream: runs the steps.
     """
 
     def __init__(
@@ -253,22 +145,20 @@ class InputRing:
         table: tuple[int, int],
         scalars: DeviceScalars,
         device: torch.device,
+        stream: Stream,
     ) -> None:
         self.shape = shape
-        self._device = device
         self.static = [shape.tensors(device) for _ in range(micro_batches)]
         self.hyper_parameters = torch.zeros(table, dtype=torch.float32, device=device)
         self.control = torch.zeros(3, dtype=torch.int64, device=device)
         self._scalars = scalars.place(device)
-        host, pinned = torch.device("cpu"), device.type == "cuda"
-        self._slots = [
-            Slot(
-                values=[shape.tensors(host, pinned=pinned) for _ in range(micro_batches)],
-                hyper=torch.zeros(self.hyper_parameters.numel() + len(scalars), dtype=torch.float32, pin_memory=pinned),
-                control=torch.zeros(3, dtype=torch.int64, pin_memory=pinned),
-            )
-            for _ in range(slots)
-        ]
+        hyper = self.hyper_parameters.numel() + len(scalars)
+        on_gpu = device.type == "cuda"
+        self._slots = []
+        for _ in range(slots):
+            host = SlotMemory.make(shape, micro_batches, hyper, torch.device("cpu"), pinned=on_gpu)
+            resident = SlotMemory.make(shape, micro_batches, hyper, device) if on_gpu else host
+            self._slots.append(Slot(host=host, resident=resident, upload=stream.upload()))
 
     @property
     def batches(self) -> list[Any]:
@@ -303,7 +193,9 @@ class InputRing:
         slot = self._slots[index]
         slot.on_device.clear()
         slot.device_hyper.clear()
-        for number, (stored, values) in enumerate(zip(slot.values, batches, strict=True)):
+        if slot.upload is not None:
+            slot.upload.wait_until_free()
+        for number, (stored, values) in enumerate(zip(slot.host.values, batches, strict=True)):
             for leaf, (target, value) in enumerate(zip(stored, values, strict=True)):
                 if target is None:
                     continue
@@ -318,9 +210,11 @@ class InputRing:
             if isinstance(value, Tensor) and value.is_cuda:
                 slot.device_hyper[position] = value.detach().clone()
             else:
-                slot.hyper[position] = value
-        slot.control.copy_(torch.tensor([launch, 0, index]))
+                slot.host.hyper[position] = value
+        slot.host.control.copy_(torch.tensor([launch, 0, index]))
         slot.seed = seed
+        if slot.upload is not None:
+            slot.upload.run(lambda: _copy_all(slot.resident.pairs(slot.host)))
 
     def seed(self, index: int) -> int:
         """Random seed of the step in slot `index`."""
@@ -329,14 +223,21 @@ class InputRing:
     def stage(self, index: int, attempt: int = 0) -> None:
         """Copy slot `index` into the static inputs, in stream order."""
         slot = self._slots[index]
-        slot.control[1] = attempt
-        for number, (static, stored) in enumerate(zip(self.static, slot.values, strict=True)):
+        for number, (static, stored) in enumerate(zip(self.static, slot.resident.values, strict=True)):
             for leaf, (target, value) in enumerate(zip(static, stored, strict=True)):
                 if target is not None and value is not None:
-                    target.copy_(slot.on_device.get((number, leaf), value), non_blocking=True)
+                    target.copy_(slot.on_device.get((number, leaf), value))
         table = self.hyper_parameters.view(-1)
-        table.copy_(slot.hyper[: table.numel()], non_blocking=True)
+        table.copy_(slot.resident.hyper[: table.numel()])
         for position, value in slot.device_hyper.items():
             table[position].copy_(value)
-        self._scalars.copy_(slot.hyper[table.numel() :], non_blocking=True)
-        self.control.copy_(slot.control, non_blocking=True)
+        self._scalars.copy_(slot.resident.hyper[table.numel() :])
+        self.control.copy_(slot.resident.control)
+        self.control[1].fill_(attempt)
+        if slot.upload is not None:
+            slot.upload.mark_read()
+
+
+def _copy_all(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)

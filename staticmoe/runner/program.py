@@ -185,13 +185,12 @@ class Program:
         self._provenance.forget([*self._own.values(), *self.inputs.own_tensors.values()])
 
     def run(self, slot: int, attempt: int = 0) -> None:
-        """Stage slot `slot`, replay, and copy its record out; in stream order."""
+        """Stage slot `slot` and replay, in stream order; the record is then in the device's ring."""
         assert self._graph is not None, "build comes first"
         with host_range(HostPhase.STAGE_INPUTS):
             self.inputs.stage(slot, attempt)
         with host_range(HostPhase.REPLAY), self._capture.seeds.seeded(self.inputs.seed(slot)):
             self._graph.replay()
-        self.records.copy_out(slot)
 
     def self_check(self, slot: int) -> None:
         """Compare a replay with the uncaptured iteration on slot `slot`, both vetoed: record and gradients, bitwise.
@@ -234,9 +233,9 @@ class Program:
             self.inputs.stage(slot)
             with self._capture.seeds.seeded(self.inputs.seed(slot)):
                 run()
-            self.records.copy_out(slot)
 
-        self._capture.stream.wait(self._capture.stream.launch(work))
+        stream = self._capture.stream
+        stream.wait(stream.launch(work, lambda: self.records.copy_out(slot)))
         return self.records.read(slot), [gradient.clone() for gradient in gradients()]
 
     def _differences(self, one: tuple[Record, list[Tensor]], other: tuple[Record, list[Tensor]]) -> list[str]:

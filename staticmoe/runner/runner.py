@@ -18,10 +18,11 @@ from staticmoe.observe.publisher import Publisher
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.assembly import Assembly
+from staticmoe.runner.batch_shape import BatchShape, split_micro_batches
 from staticmoe.runner.family import Family
 from staticmoe.runner.flight import Flight
 from staticmoe.runner.guard import HostGuard
-from staticmoe.runner.inputs import BatchShape, DeviceScalars, split_micro_batches
+from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.iteration import LossFn, TokenMask
 from staticmoe.runner.loading import StateHooks
 from staticmoe.runner.program import Program
