@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from staticmoe.errors import OptimizerError
-from staticmoe.optim.adapters import OptimizerAdapter
+from staticmoe.optim.adapter import OptimizerAdapter
 
 
 class OutsideAdapter(OptimizerAdapter):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -80,6 +81,25 @@ def admit_optimizer(optimizer: object, model: nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in given):
         raise OptimizerError("optimizer: expected at least one parameter with requires_grad, got none")
+
+
+def admit_functions(functions: Iterable[Callable[..., object]]) -> None:
+    """Check what the loss functions hold on to.
+
+    Raises:
+        ConfigError: a gradient scaler: the runner's own backward would scale the gradients, and nobody unscale them.
+    """
+    for function in functions:
+        if not inspect.isfunction(function):
+            continue
+        seen = inspect.getclosurevars(function)
+        for name, value in {**seen.globals, **seen.nonlocals}.items():
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                raise ConfigError(
+                    f"{function.__name__}: expected a loss without a scaler, got the GradScaler {name!r}; train in "
+                    "bfloat16 (RunnerConfig(autocast=torch.bfloat16)), which needs none, or construct it with "
+                    "enabled=False"
+                )
 
 
 def untrained(optimizer: Optimizer, model: nn.Module) -> Iterator[str]:

@@ -17,10 +17,11 @@ from staticmoe.config import RunnerConfig
 from staticmoe.errors import CaptureError, ConfigError, ModelError
 from staticmoe.optim.adapters import adapter_for
 from staticmoe.optim.outside import OutsideAdapter
-from staticmoe.runner.admission import admit_model, admit_optimizer, admit_options, discover, untrained
+from staticmoe.runner.admission import admit_functions, admit_model, admit_optimizer, admit_options, discover, untrained
+from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.family import Family
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
-from staticmoe.runner.inputs import BatchShape, DeviceScalars, InputRing
+from staticmoe.runner.inputs import DeviceScalars, InputRing
 from staticmoe.runner.iteration import EvalIteration, LossFn, TokenMask, TrainIteration, Wrapped
 from staticmoe.runner.participants import StepBinding, StepParticipant
 from staticmoe.runner.program import Iteration, Program
@@ -58,9 +59,10 @@ class Assembly:
         mode = admit_options(config, self.device)
         participants = discover(model)
         admit_optimizer(optimizer, model)
+        admit_functions(function for function in (loss_fn, eval_fn, token_mask) if callable(function))
         self.optimizer = optimizer
         self.outside = OutsideAdapter(optimizer) if config.capture_scope == "forward_backward" else None
-        self.adapter = adapter_for(optimizer) if self.outside is None else self.outside
+        self.adapter = adapter_for(optimizer, replayed=mode != "off") if self.outside is None else self.outside
         self.scalars = scalars if scalars is not None else DeviceScalars()
         self.capture = _backend(mode, self.device)
         self.guard = DeviceGuard(GuardPolicy.of(config), self.device)
@@ -152,7 +154,7 @@ class Assembly:
 
     def _inputs(self, shape: BatchShape, micro_batches: int) -> InputRing:
         table, slots = (len(self.optimizer.param_groups), self.adapter.width), self.config.max_in_flight + 1
-        inputs = InputRing(shape, micro_batches, slots, table, self.scalars, self.device)
+        inputs = InputRing(shape, micro_batches, slots, table, self.scalars, self.device, self.capture.stream)
         self.fill(inputs, 0, [shape.example] * micro_batches, launch=0, seed=0)
         return inputs
 

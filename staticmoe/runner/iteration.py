@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import CaptureError, ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
-from staticmoe.optim.adapters import OptimizerAdapter
+from staticmoe.optim.adapter import OptimizerAdapter
 from staticmoe.runner.commit import Shadow
 from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import InputRing
