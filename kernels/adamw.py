@@ -1,9 +1,11 @@
-"""AdamW in one pass over a parameter, hyper-parameters and veto read on the device.
+"""AdamW in one pass over many parameters, hyper-parameters and veto read on the device.
 
-Dimensions: N elements of the parameter.
+Dimensions: N elements of one parameter, C parameters of one launch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -11,30 +13,50 @@ from torch import Tensor
 
 _BLOCK = 1024
 _TILES = 4
+# Parameters of one launch: as many as keep the search for a program's own among them short.
+_CHUNK = 16
 
 
 @triton.jit
 def staticmoe_optimizer_adamw(
-    p_ptr,
-    gradient_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    step_ptr,
-    row_ptr,
+    p_ptrs,
+    gradient_ptrs,
+    exp_avg_ptrs,
+    exp_avg_sq_ptrs,
+    step_ptrs,
+    row_ptrs,
     veto_ptr,
-    count,
+    counts,
+    firsts,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Update parameter and moments in place; N = `count` elements in memory order, all four tensors alike.
+    """Update C = CHUNK parameters and their moments in place; N = `counts[c]` elements each, in memory order.
 
-    Grid: ceil(N / (BLOCK * TILES)) programs. Program i owns elements [i * BLOCK * TILES, (i + 1) * BLOCK * TILES).
+    Grid: the sum over c of ceil(N / (BLOCK * TILES)) programs; those of parameter c start at `firsts[c]`. Its program
+    i owns elements [i * BLOCK * TILES, (i + 1) * BLOCK * TILES).
     Reads: row [5] (lr, 1 - beta1, 1 - beta2, eps, weight_decay), step (this update included) and veto, each fp32.
     Unwritten: everything where the veto is not 0; `step` always.
     Deterministic: each element is written once, by the program that owns it, from itself alone.
     """
     if tl.load(veto_ptr) != 0:
         return
+    program = tl.program_id(0)
+    p_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr = p_ptrs[0], gradient_ptrs[0], exp_avg_ptrs[0], exp_avg_sq_ptrs[0]
+    step_ptr, row_ptr = step_ptrs[0], row_ptrs[0]
+    count = counts[0].to(tl.int64)
+    start = firsts[0]
+    for c in tl.static_range(1, CHUNK):
+        mine = program >= firsts[c]
+        p_ptr = tl.where(mine, p_ptrs[c], p_ptr)
+        gradient_ptr = tl.where(mine, gradient_ptrs[c], gradient_ptr)
+        exp_avg_ptr = tl.where(mine, exp_avg_ptrs[c], exp_avg_ptr)
+        exp_avg_sq_ptr = tl.where(mine, exp_avg_sq_ptrs[c], exp_avg_sq_ptr)
+        step_ptr = tl.where(mine, step_ptrs[c], step_ptr)
+        row_ptr = tl.where(mine, row_ptrs[c], row_ptr)
+        count = tl.where(mine, counts[c].to(tl.int64), count)
+        start = tl.where(mine, firsts[c], start)
     dtype = exp_avg_ptr.dtype.element_ty
     step = tl.load(step_ptr).to(tl.float64)
     lr = tl.load(row_ptr).to(tl.float64)
@@ -54,7 +76,7 @@ def staticmoe_optimizer_adamw(
     left1, left2 = left1.to(dtype), left2.to(dtype)
     beta1, beta2 = beta1.to(dtype), beta2.to(dtype)
 
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
+    first = (program - start).to(tl.int64) * (BLOCK * TILES)
     for tile in range(TILES):
         at = first + tile * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
@@ -75,18 +97,36 @@ def staticmoe_optimizer_adamw(
 
 
 def adamw_(
-    p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, row: Tensor, veto: Tensor
+    p: Sequence[Tensor],
+    gradient: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    step: Sequence[Tensor],
+    row: Sequence[Tensor],
+    veto: Tensor,
 ) -> None:
-    """Launch the update of one parameter; see `staticmoe.reference.adamw_update`.
+    """Launch the update of parameters that share their dtypes; see `staticmoe.reference.adamw_update`.
 
     Shapes:
-        p, gradient [N] of any floating dtype; exp_avg, exp_avg_sq [N] fp32, or fp64 for a p of fp64. All four dense and
-        with the same strides. step, veto fp32 0-dim; row fp32 [5], contiguous.
+        of each: p, gradient [N] of any floating dtype; exp_avg, exp_avg_sq [N] fp32, or fp64 for a p of fp64, all four
+        dense and with the same strides; step fp32 0-dim; row fp32 [5], contiguous. veto fp32 0-dim for all.
     Graph-safe: yes.
     """
-    count = p.numel()
-    if count:
-        grid = (triton.cdiv(count, _BLOCK * _TILES),)
-        staticmoe_optimizer_adamw[grid](
-            p, gradient, exp_avg, exp_avg_sq, step, row, veto, count, BLOCK=_BLOCK, TILES=_TILES
+    kept = [n for n, parameter in enumerate(p) if parameter.numel()]
+    for begin in range(0, len(kept), _CHUNK):
+        chosen = kept[begin : begin + _CHUNK]
+        counts = [p[n].numel() for n in chosen]
+        firsts = [0]
+        for count in counts:
+            firsts.append(firsts[-1] + triton.cdiv(count, _BLOCK * _TILES))
+        programs = firsts.pop()
+        # One kernel for every number of parameters: what is missing repeats the last one and owns no program.
+        missing = _CHUNK - len(chosen)
+        chosen += [chosen[-1]] * missing
+        counts += [counts[-1]] * missing
+        firsts += [programs] * missing
+        lists = (p, gradient, exp_avg, exp_avg_sq, step, row)
+        arguments = [tuple(tensors[n] for n in chosen) for tensors in lists]
+        staticmoe_optimizer_adamw[(programs,)](
+            *arguments, veto, tuple(counts), tuple(firsts), BLOCK=_BLOCK, TILES=_TILES, CHUNK=_CHUNK
         )

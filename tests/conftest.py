@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator
 
 import numpy
 import pytest
 import torch
-import torch._dynamo
+
+# Read when triton is imported, which dynamo does. Without a GPU the kernels run in its interpreter, on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch._dynamo  # noqa: E402
 
 # A runner looks at every tensor that is alive when it is built. What the imports made is none of a test's tensors, and
 # taking it out of the collector's lists halves the time of a build.

@@ -1,9 +1,11 @@
-"""Custom op `staticmoe::adamw_`: the update of one parameter in place; shape contract. Nothing differentiates it.
+"""Custom op `staticmoe::adamw_`: the update of many parameters in place; shape contract. Nothing differentiates it.
 
-Dimensions: N elements of the parameter.
+Dimensions: N elements of one parameter.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,22 +18,33 @@ from staticmoe.ops.precision import as_given
     "staticmoe::adamw_",
     mutates_args=("p", "exp_avg", "exp_avg_sq"),
     schema=(
-        "(Tensor(a!) p, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor row, "
-        "Tensor veto) -> ()"
+        "(Tensor(a!)[] p, Tensor[] gradient, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, Tensor[] step, "
+        "Tensor[] row, Tensor veto) -> ()"
     ),
 )
 @as_given
 def adamw_(
-    p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, row: Tensor, veto: Tensor
+    p: Sequence[Tensor],
+    gradient: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    step: Sequence[Tensor],
+    row: Sequence[Tensor],
+    veto: Tensor,
 ) -> None:
-    """Update parameter and moments where `veto` is 0, elsewhere not one bit; see `staticmoe.reference.adamw_update`.
+    """Update parameters and moments where `veto` is 0, elsewhere not one bit; see `staticmoe.reference.adamw_update`.
 
     Shapes:
-        p, gradient [N] of any floating dtype and shape; exp_avg, exp_avg_sq [N] fp32, or fp64 for a p of fp64;
-        step fp32 0-dim, this update included; row [5]; veto fp32 0-dim, exactly 0 or 1.
+        of each: p, gradient [N] of any floating dtype and shape; exp_avg, exp_avg_sq [N] fp32, or fp64 for a p of
+        fp64; step fp32 0-dim, this update included; row [5]. veto fp32 0-dim, exactly 0 or 1, for all.
     Graph-safe: yes, `step` is the caller's to advance.
     """
-    new, m, v = reference.adamw_update(p, gradient, exp_avg, exp_avg_sq, step, row, veto)
+    for one in zip(p, gradient, exp_avg, exp_avg_sq, step, row, strict=True):
+        _update(*one, veto)
+
+
+def _update(p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor) -> None:
+    new, m, v = reference.adamw_update(p, gradient, exp_avg, exp_avg_sq, *rest)
     p.copy_(new)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
@@ -40,17 +53,28 @@ def adamw_(
 @adamw_.register_kernel("cuda")
 @as_given
 def _(
-    p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, row: Tensor, veto: Tensor
+    p: Sequence[Tensor],
+    gradient: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    step: Sequence[Tensor],
+    row: Sequence[Tensor],
+    veto: Tensor,
 ) -> None:
     # Here, because a machine without a GPU need not have triton.
     from staticmoe.kernels import adamw as kernel
 
-    if not _walk_alike(p, exp_avg, exp_avg_sq):
-        adamw_._init_fn(p, gradient, exp_avg, exp_avg_sq, step, row, veto)
-        return
-    if gradient.stride() != p.stride():
-        gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
-    kernel.adamw_(p, gradient, exp_avg, exp_avg_sq, step, row, veto)
+    alike: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
+    for one in zip(p, gradient, exp_avg, exp_avg_sq, step, row, strict=True):
+        parameter, grad, m, v, *rest = one
+        if not _walk_alike(parameter, m, v):
+            _update(*one, veto)
+            continue
+        if grad.stride() != parameter.stride():
+            grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        alike.setdefault((parameter.dtype, grad.dtype, m.dtype), []).append((parameter, grad, m, v, *rest))
+    for group in alike.values():
+        kernel.adamw_(*zip(*group, strict=True), veto)
 
 
 def _walk_alike(p: Tensor, *others: Tensor) -> bool:

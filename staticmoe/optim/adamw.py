@@ -115,8 +115,15 @@ class AdamW(Optimizer):
         # the host for its value on a CPU.
         torch._foreach_add_([state["step"] for state in states], [1 - veto] * len(states))
         rows = table.unbind()
-        for (group, parameter, gradient), state in zip(work, states, strict=True):
-            adamw_(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], rows[group], veto)
+        adamw_(
+            [parameter for _, parameter, _ in work],
+            [gradient for _, _, gradient in work],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+            [rows[group] for group, _, _ in work],
+            veto,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
