@@ -151,8 +151,12 @@ class Provenance:
         """Whether nothing was ever seen of `tensor`."""
         return not self.outlives(tensor) and storage_key(tensor) not in self._made
 
-    def fault(self, tensor: Tensor) -> str | None:
-        """Say why a replay could not read `tensor`, or None where its origin is known."""
+    def fault(self, tensor: Tensor, *, unseen_writes: bool = False) -> str | None:
+        """Say why a replay could not read `tensor`, or None where its origin is known.
+
+        Args:
+            unseen_writes: a kernel that is no torch operation may have written it.
+        """
         if self.outlives(tensor):
             return None
         made = self._made.get(storage_key(tensor))
@@ -161,7 +165,7 @@ class Provenance:
                 "a tensor that no recorded operation made: it comes from host values (torch.tensor, numpy, tolist), "
                 "from a cache inside torch, or from another thread, and a replay would read its value of now"
             )
-        if not made.written:
+        if not made.written and not unseen_writes:
             return f"memory that nothing has written yet, allocated at {made.source}"
         if made.epoch != self._epoch and made.derived:
             return (

@@ -42,6 +42,7 @@ class Recorder(TorchDispatchMode):
         self._modules = modules
         self._tape = tape
         self._audit = audit
+        self._unseen_writes = False
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -65,9 +66,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         implementation = _python_implementation(func, args, kwargs)
         if implementation is not None:
-            # A replay must not run Python again: record what the operation is made of.
-            with self:
-                return implementation(*args, **kwargs)
+            return self._run_implementation(func, implementation, args, kwargs)
         inputs = tensors_in(args, kwargs)
         if self._audit != "off":
             reason = refusal(func, args, kwargs, self._is_literal)
@@ -83,6 +82,29 @@ class Recorder(TorchDispatchMode):
         self._enter(func, args, kwargs, result, before, derived, bool(written))
         return result
 
+    def _run_implementation(self, func: Any, implementation: Any, args: Any, kwargs: Any) -> Any:
+        """Record what a custom operation is made of: a replay must not run its Python again.
+
+        On a GPU it may launch kernels that are no torch operations. What its schema says is then taken at its word:
+        its results are written, and so are the arguments that it mutates.
+        """
+        inputs = tensors_in(args, kwargs)
+        if not any(tensor.is_cuda for tensor in inputs):
+            with self:
+                return implementation(*args, **kwargs)
+        derived = self._provenance.is_derived(inputs)
+        for tensor in _mutated(func, args, kwargs):
+            self._provenance.will_write(tensor, derived=derived)
+        outer, self._unseen_writes = self._unseen_writes, True
+        try:
+            with self:
+                result = implementation(*args, **kwargs)
+        finally:
+            self._unseen_writes = outer
+        for tensor in tensors_in(result):
+            self._provenance.will_write(tensor, derived=derived)
+        return result
+
     def _check_origins(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         """Every input needs a known origin, save memory that the operation only writes."""
         overwritten = {storage_key(tensor) for tensor in _overwritten(func, args, kwargs)}
@@ -93,7 +115,7 @@ class Recorder(TorchDispatchMode):
                 continue
             if _name(func) in _TAKES_LITERAL and self._is_literal(tensor):
                 continue
-            fault = self._provenance.fault(tensor)
+            fault = self._provenance.fault(tensor, unseen_writes=self._unseen_writes)
             if fault is not None:
                 self._fault(
                     f"{func} reads {fault}; make it a parameter, a buffer or part of the batch, or compute it inside "
