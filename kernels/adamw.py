@@ -17,6 +17,20 @@ _TILES = 4
 _CHUNK = 16
 
 
+def _odd(number: int) -> int:
+    """A code of `number` >= 0 that is odd and above 1.
+
+    Triton compiles a kernel anew for each pattern of ones and multiples of 16 among the integers of a tuple.
+    """
+    return 2 * number + 3
+
+
+@triton.jit
+def _number(code):
+    """What `_odd` was given."""
+    return (code >> 1) - 1
+
+
 @triton.jit
 def staticmoe_optimizer_adamw(
     p_ptrs,
@@ -34,6 +48,8 @@ def staticmoe_optimizer_adamw(
 ):
     """Update C = CHUNK parameters and their moments in place; N = `counts[c]` elements each, in memory order.
 
+    `counts` and `firsts` are codes of `_odd`.
+
     Grid: the sum over c of ceil(N / (BLOCK * TILES)) programs; those of parameter c start at `firsts[c]`. Its program
     i owns elements [i * BLOCK * TILES, (i + 1) * BLOCK * TILES).
     Reads: row [5] (lr, 1 - beta1, 1 - beta2, eps, weight_decay), step (this update included) and veto, each fp32.
@@ -45,18 +61,19 @@ def staticmoe_optimizer_adamw(
     program = tl.program_id(0)
     p_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr = p_ptrs[0], gradient_ptrs[0], exp_avg_ptrs[0], exp_avg_sq_ptrs[0]
     step_ptr, row_ptr = step_ptrs[0], row_ptrs[0]
-    count = counts[0].to(tl.int64)
-    start = firsts[0]
+    count = _number(counts[0]).to(tl.int64)
+    start = _number(firsts[0])
     for c in tl.static_range(1, CHUNK):
-        mine = program >= firsts[c]
+        first = _number(firsts[c])
+        mine = program >= first
         p_ptr = tl.where(mine, p_ptrs[c], p_ptr)
         gradient_ptr = tl.where(mine, gradient_ptrs[c], gradient_ptr)
         exp_avg_ptr = tl.where(mine, exp_avg_ptrs[c], exp_avg_ptr)
         exp_avg_sq_ptr = tl.where(mine, exp_avg_sq_ptrs[c], exp_avg_sq_ptr)
         step_ptr = tl.where(mine, step_ptrs[c], step_ptr)
         row_ptr = tl.where(mine, row_ptrs[c], row_ptr)
-        count = tl.where(mine, counts[c].to(tl.int64), count)
-        start = tl.where(mine, firsts[c], start)
+        count = tl.where(mine, _number(counts[c]).to(tl.int64), count)
+        start = tl.where(mine, first, start)
     dtype = exp_avg_ptr.dtype.element_ty
     step = tl.load(step_ptr).to(tl.float64)
     lr = tl.load(row_ptr).to(tl.float64)
@@ -76,9 +93,9 @@ def staticmoe_optimizer_adamw(
     left1, left2 = left1.to(dtype), left2.to(dtype)
     beta1, beta2 = beta1.to(dtype), beta2.to(dtype)
 
-    first = (program - start).to(tl.int64) * (BLOCK * TILES)
+    begin = (program - start).to(tl.int64) * (BLOCK * TILES)
     for tile in range(TILES):
-        at = first + tile * BLOCK + tl.arange(0, BLOCK)
+        at = begin + tile * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         g = tl.load(gradient_ptr + at, mask=inside, other=0.0).to(dtype)
         p = tl.load(p_ptr + at, mask=inside, other=0.0).to(dtype)
@@ -128,5 +145,11 @@ def adamw_(
         lists = (p, gradient, exp_avg, exp_avg_sq, step, row)
         arguments = [tuple(tensors[n] for n in chosen) for tensors in lists]
         staticmoe_optimizer_adamw[(programs,)](
-            *arguments, veto, tuple(counts), tuple(firsts), BLOCK=_BLOCK, TILES=_TILES, CHUNK=_CHUNK
+            *arguments,
+            veto,
+            tuple(map(_odd, counts)),
+            tuple(map(_odd, firsts)),
+            BLOCK=_BLOCK,
+            TILES=_TILES,
+            CHUNK=_CHUNK,
         )

@@ -104,15 +104,19 @@ def make_plan(
     num_experts: int,
     capacity_rows: int | None = None,
     expert_capacity: int | None = None,
+    doomed: Tensor | None = None,
+    overflow_dooms: bool = False,
 ) -> RoutingPlan:
     """Lay assignments out as rows, ordered by expert, then by assignment.
 
     What exceeds a capacity is dropped: the lowest weights lose, among equal ones the highest assignment. An id
-    outside 0..E-1 is an assignment without expert.
+    outside 0..E-1 is an assignment without expert. A doomed plan has the true counts and no row in use: what
+    follows costs nothing and gives zeros.
 
     Shapes:
         topk_ids [T,K] int32 or int64; topk_weights [T,K] float; capacity_rows R (None: T·K, nothing can be
-        dropped for want of rows); expert_capacity C (None: no bound per expert).
+        dropped for want of rows); expert_capacity C (None: no bound per expert); doomed 0-dim, the plan is doomed where
+        it is not 0; overflow_dooms: so it is where anything is dropped.
     Raises:
         ConfigError: shapes that differ, an id dtype that is not an integer, a size below 1.
     Graph-safe: yes. The plan carries no gradient.
@@ -125,7 +129,9 @@ def make_plan(
     for name, value in (("num_experts", num_experts), ("capacity_rows", rows), ("expert_capacity", expert_capacity)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}: expected at least 1; got {value}")
-    tensors = ops.plan.make_plan(topk_ids, topk_weights.detach(), num_experts, rows, expert_capacity)
+    tensors = ops.plan.make_plan(
+        topk_ids, topk_weights.detach(), num_experts, rows, expert_capacity, doomed, overflow_dooms
+    )
     return RoutingPlan(
         tokens_per_expert=tensors[0],
         routed_per_expert=tensors[1],
@@ -177,7 +183,7 @@ def combine(rows: Tensor, topk_weights: Tensor, plan: RoutingPlan) -> Tensor:
     _need_dims("rows", rows, 2, "[R,H]")
     _need_shape("rows", rows, (plan.capacity_rows, rows.shape[1]), "the capacity rows of the plan")
     _need_shape("topk_weights", topk_weights, tuple(plan.assignment_row.shape), "the routing that the plan was made of")
-    return ops.combine.combine(rows, topk_weights, plan.row_assignment, plan.assignment_row)
+    return ops.combine.combine(rows, topk_weights, plan.expert_offsets, plan.row_assignment, plan.assignment_row)
 
 
 def experts(

@@ -157,6 +157,7 @@ class StaticMoE(nn.Module):
             num_experts=self.num_experts,
             capacity_rows=shape.capacity_rows,
             expert_capacity=shape.expert_capacity,
+            **self._doom(binding),
         )
         y = self.experts(tokens, weights, plan)
         if self.shared_expert is not None:
@@ -250,6 +251,13 @@ class StaticMoE(nn.Module):
             ids = torch.where(mask[:, None], ids, -1)
             weights = torch.where(mask[:, None], weights, 0.0)
         return ids, weights
+
+    @staticmethod
+    def _doom(binding: StepBinding | None) -> dict[str, Any]:
+        """What makes the plan empty: a step that will be run again, or an overflow that leads to that."""
+        if binding is None or not binding.dooming:
+            return {}
+        return {"doomed": binding.doomed, "overflow_dooms": bool(binding.dooming & _CAPACITY_OVERFLOW)}
 
     def _count(self, binding: StepBinding, plan: RoutingPlan, shape: StaticShape) -> None:
         if not binding.in_recompute():

@@ -18,7 +18,8 @@ class RoutingPlan:
     Attributes:
         tokens_per_expert: [E] int32, rows kept.
         routed_per_expert: [E] int32, assignments before capacity.
-        expert_offsets: [E+1] int32, exclusive prefix sum of `tokens_per_expert`; its last entry is the rows in use.
+        expert_offsets: [E+1] int32, exclusive prefix sum of `tokens_per_expert`, all 0 where the plan is doomed; its
+            last entry is the rows in use.
         row_assignment: [R] int32, row -> t·K + k; -1 for an empty row.
         assignment_row: [T,K] int32, assignment -> row; -1 where it was dropped or names no expert.
         num_experts: E.
@@ -43,13 +44,16 @@ def make_plan(
     num_experts: int,
     capacity_rows: int,
     expert_capacity: int | None = None,
+    doomed: Tensor | None = None,
+    overflow_dooms: bool = False,
 ) -> RoutingPlan:
     """Lay the assignments out as rows; what exceeds the capacity is dropped.
 
-    The lowest weights lose, and among equal ones the highest assignment. An id outside 0..E-1 is no expert.
+    The lowest weights lose, and among equal ones the highest assignment. An id outside 0..E-1 is no expert. Where
+    `doomed` is not 0, or with `overflow_dooms` anything is dropped, no row is in use; the counts are the true ones.
 
     Shapes:
-        topk_ids [T,K] int32 or int64; topk_weights [T,K] any float (NaN counts as the lowest).
+        topk_ids [T,K] int32 or int64; topk_weights [T,K] any float (NaN counts as the lowest); doomed 0-dim.
     Graph-safe: yes; integer sums do not depend on their order.
     """
     tokens, top_k = topk_ids.shape
@@ -75,6 +79,12 @@ def make_plan(
     row_assignment[:used] = torch.where(position < offsets[num_experts], order.to(torch.int32), -1)[:used]
     inverse = torch.zeros_like(position).scatter(0, order, position)
     assignment_row = torch.where(survivors < num_experts, inverse, -1).reshape(tokens, top_k)
+    if doomed is not None or overflow_dooms:
+        doom = (kept < routed).any() if overflow_dooms else torch.zeros((), dtype=torch.bool, device=ids.device)
+        doom = doom if doomed is None else doom | (doomed != 0)
+        offsets = torch.where(doom, 0, offsets)
+        row_assignment = torch.where(doom, -1, row_assignment)
+        assignment_row = torch.where(doom, -1, assignment_row)
     return RoutingPlan(
         tokens_per_expert=kept,
         routed_per_expert=routed,

@@ -102,7 +102,7 @@ class Assembly:
         bound: dict[str, StepBinding] = {}
         try:
             for name, participant in participants.items():
-                binding = StepBinding({}, self.guard.reasons, self.config.train_capacity)
+                binding = StepBinding({}, self.guard.reasons, self.guard.doomed, self.config.train_capacity)
                 participant.bind_step(binding)
                 bound[name] = binding
         except BaseException:

@@ -5,7 +5,9 @@ The device decides at once (`veto`, `halted`); the host learns of it late and ac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,10 +24,17 @@ _OVERFLOW = Reason.CAPACITY_OVERFLOW | Reason.STASH_OVERFLOW
 
 @dataclasses.dataclass(frozen=True)
 class GuardPolicy:
-    """Bits of `Reason` that veto a step, and those that halt the device until the host has dealt with them."""
+    """What a reason does to a step, as bits of `Reason`.
+
+    Attributes:
+        vetoes: the step commits nothing.
+        halts: nothing commits until the host has dealt with it.
+        dooms: the step will be run again, so that nothing it computes is looked at.
+    """
 
     vetoes: int
     halts: int
+    dooms: int
 
     @classmethod
     def of(cls, config: RunnerConfig) -> GuardPolicy:
@@ -37,7 +46,7 @@ class GuardPolicy:
             vetoes |= int(Reason.CAPACITY_OVERFLOW)
         if config.overflow in ("raise", "rerun"):
             halts |= int(_OVERFLOW)
-        return cls(vetoes=vetoes, halts=halts)
+        return cls(vetoes=vetoes, halts=halts, dooms=int(_OVERFLOW) if config.overflow == "rerun" else 0)
 
 
 class DeviceGuard:
@@ -46,6 +55,8 @@ class DeviceGuard:
     Attributes:
         halted: fp32 0-dim, 1 while nothing may commit until the host has acted.
         veto: fp32 0-dim, exactly 0 or 1: fused optimizers test found_inf == 1.0, any other value would apply.
+        withheld: fp32 0-dim, 1 while the host tries iterations out and nothing may commit.
+        doomed: fp32 0-dim, 1 from where it is known that the running step will not commit and will be run again.
         void: int64 0-dim, 1 where the step began halted.
         reasons: int64 0-dim, `Reason` bits of the running step.
         committed: int64 0-dim, steps committed so far.
@@ -55,6 +66,8 @@ class DeviceGuard:
         self._policy = policy
         self.halted = torch.zeros((), dtype=torch.float32, device=device)
         self.veto = torch.zeros((), dtype=torch.float32, device=device)
+        self.withheld = torch.zeros((), dtype=torch.float32, device=device)
+        self.doomed = torch.zeros((), dtype=torch.float32, device=device)
         self.void = torch.zeros((), dtype=torch.int64, device=device)
         self.reasons = torch.zeros((), dtype=torch.int64, device=device)
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
@@ -62,20 +75,32 @@ class DeviceGuard:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, for the book of origins."""
-        names = ("halted", "veto", "void", "reasons", "committed")
+        names = ("halted", "veto", "withheld", "doomed", "void", "reasons", "committed")
         return {f"guard {name}": getattr(self, name) for name in names}
+
+    @contextlib.contextmanager
+    def withholding(self) -> Iterator[None]:
+        """Let steps run and commit nothing; afterwards the guard is as before."""
+        kept = [(tensor, tensor.clone()) for tensor in (self.halted, self.committed, self.withheld)]
+        self.withheld.fill_(1)
+        try:
+            yield
+        finally:
+            for tensor, before in kept:
+                tensor.copy_(before)
 
     def begin(self) -> None:
         """Start a step. Graph-safe."""
         self.reasons.zero_()
         self.void.copy_(self.halted)
+        self.doomed.copy_(self.halted)
 
     def decide(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Set `veto` and `halted` from the reasons so far and from non-finite values. Graph-safe."""
         self.reasons.bitwise_or_((~torch.isfinite(loss)).to(torch.int64) * int(Reason.NONFINITE_LOSS))
         self.reasons.bitwise_or_((~torch.isfinite(grad_norm)).to(torch.int64) * int(Reason.NONFINITE_GRADIENT))
         halted = self.halted > 0
-        vetoed = halted | ((self.reasons & self._policy.vetoes) != 0)
+        vetoed = halted | (self.withheld > 0) | ((self.reasons & self._policy.vetoes) != 0)
         self.halted.copy_(halted | ((self.reasons & self._policy.halts) != 0))
         self.veto.copy_(vetoed)
         self.committed.add_(1 - vetoed.to(torch.int64))

@@ -19,7 +19,7 @@ from staticmoe.errors import CaptureError, ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
 from staticmoe.optim.adapter import OptimizerAdapter
 from staticmoe.runner.commit import Shadow
-from staticmoe.runner.guard import DeviceGuard
+from staticmoe.runner.guard import DeviceGuard, GuardPolicy
 from staticmoe.runner.inputs import InputRing
 from staticmoe.runner.participants import StepBinding, StepParticipant
 
@@ -72,6 +72,7 @@ class Wrapped:
             scratch = self.scratch[name]
             binding.fields = dict(scratch) if records is None else {f: records.field(name, f) for f in scratch}
             binding.training = training
+            binding.dooming = GuardPolicy.of(self.config).dooms if training else 0
             binding.capacity = self.config.train_capacity if training else self.config.eval_capacity
             binding.take_losses()
 

@@ -39,6 +39,9 @@ class StepBinding:
         fields: record field name -> int64 accumulator of the declared shape. Zeroed by the runner at the
             start of each step, added to over its micro-batches, copied into the record at its end.
         reasons: int64 0-dim accumulator of `Reason` bits.
+        doomed: fp32 0-dim, not 0 where the running step will not commit and will be run again: nobody looks at what
+            it computes, so that its work may be left out.
+        dooming: `Reason` bits that doom a step; the runner sets them. 0 in an evaluation.
         capacity: the capacity in force; the runner swaps it between training and evaluation.
         facts: host-side integers that the participant tells about its buffers in its forward, such as
             "capacity_rows" and "can_overflow" (0 or 1). They are constants of a capture.
@@ -47,9 +50,11 @@ class StepBinding:
         entered: how many times a forward has reached the participant since the runner last cleared it.
     """
 
-    def __init__(self, fields: Mapping[str, Tensor], reasons: Tensor, capacity: CapacityPolicy) -> None:
+    def __init__(self, fields: Mapping[str, Tensor], reasons: Tensor, doomed: Tensor, capacity: CapacityPolicy) -> None:
         self.fields = dict(fields)
         self.reasons = reasons
+        self.doomed = doomed
+        self.dooming = 0
         self.capacity = capacity
         self.facts: dict[str, int] = {}
         self.token_mask: Tensor | None = None
@@ -71,6 +76,8 @@ class StepBinding:
         """Set `reason` for this step where the bool 0-dim tensor `condition` is true."""
         if not self.in_recompute():
             self.reasons.bitwise_or_(condition.to(torch.int64) * int(reason))
+            if self.dooming & reason:
+                self.doomed.copy_(torch.maximum(self.doomed, condition.to(self.doomed.dtype)))
 
     def add_loss(self, name: str, value: Tensor, coefficient: float) -> None:
         """Hand over an auxiliary loss of the current micro-batch; a recomputed forward hands over nothing."""

@@ -107,17 +107,12 @@ class Program:
             CaptureError: the iteration cannot be captured; what it had mutated is as before.
         """
         self._provenance.declare({**self.inputs.tensors, **self._guard.tensors}, changing=True)
-        halted = self._guard.halted.clone()
-        committed = self._guard.committed.clone()
-        self._guard.halted.fill_(1)
-        with self._provenance.open():
+        with self._provenance.open(), self._guard.withholding():
             try:
                 self._build(functions, slots)
             finally:
                 restore(self._provenance.mutated.values())
                 self._provenance.mutated.clear()
-                self._guard.halted.copy_(halted)
-                self._guard.committed.copy_(committed)
 
     def _build(self, functions: tuple[Callable[..., Any], ...], slots: int) -> None:
         own = {storage_key(t) for t in (*self.inputs.tensors.values(), *self._guard.tensors.values())}
@@ -202,9 +197,7 @@ class Program:
         graph = self._graph
         if self._capture.name == "off" or graph is None:
             return
-        halted, committed = self._guard.halted.clone(), self._guard.committed.clone()
-        self._guard.halted.fill_(1)
-        try:
+        with self._guard.withholding():
             plain = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
             replayed = self._outcome(slot, graph.replay, lambda: self._captured_gradients)
             differences = self._differences(plain, replayed)
@@ -221,9 +214,6 @@ class Program:
                         "keep it in a buffer or in runner.scalars"
                     )
                 log.warning("self-check: uncaptured runs and replays vary alike, in %s", "; ".join(noise[:5]))
-        finally:
-            self._guard.halted.copy_(halted)
-            self._guard.committed.copy_(committed)
 
     def _outcome(
         self, slot: int, run: Callable[[], None], gradients: Callable[[], list[Tensor]]

@@ -129,7 +129,8 @@ def bind_layer(layer: StaticMoE, **capacity: Any) -> StepBinding:
     """Bind a layer as a runner does: zeroed fields, the capacity in force."""
     device = layer.router.weight.device
     fields = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in layer.step_fields().items()}
-    binding = StepBinding(fields, torch.zeros((), dtype=torch.int64, device=device), CapacityPolicy(**capacity))
+    reasons, doomed = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
+    binding = StepBinding(fields, reasons, doomed, CapacityPolicy(**capacity))
     layer.bind_step(binding)
     return binding
 

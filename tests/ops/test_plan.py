@@ -184,6 +184,28 @@ def test_rows_do_not_depend_on_capacity(device: torch.device) -> None:
         assert torch.equal(plan.assignment_row, plans[0].assignment_row)
 
 
+@pytest.mark.parametrize(
+    ("flag", "dooms", "rows", "doomed"),
+    [(1.0, False, 24, True), (0.0, True, 20, True), (0.0, True, 24, False), (0.0, False, 20, False)],
+)
+def test_a_doomed_plan_has_its_counts_and_no_row(
+    flag: float, dooms: bool, rows: int, doomed: bool, device: torch.device
+) -> None:
+    """By the flag, or by an overflow where that dooms; else it is the plan without these arguments."""
+    ids, weights = torch.randint(0, 4, (12, 2), device=device), torch.rand(12, 2, device=device)
+    plain = functional.make_plan(ids, weights, num_experts=4, capacity_rows=rows)
+    one = torch.tensor(flag, device=device)
+    plan = functional.make_plan(ids, weights, num_experts=4, capacity_rows=rows, doomed=one, overflow_dooms=dooms)
+    assert torch.equal(plan.tokens_per_expert, plain.tokens_per_expert)
+    assert torch.equal(plan.routed_per_expert, plain.routed_per_expert)
+    if doomed:
+        assert not plan.expert_offsets.any()
+        assert (plan.row_assignment == -1).all() and (plan.assignment_row == -1).all()
+    else:
+        for name in ("expert_offsets", "row_assignment", "assignment_row"):
+            assert torch.equal(getattr(plan, name), getattr(plain, name)), name
+
+
 class Sorts(TorchDispatchMode):
     """Counts the sorts that run."""
 
