@@ -60,6 +60,30 @@ def experts(
     )
 
 
+@experts.register_kernel("cuda")
+@as_given
+def _(
+    x: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert_offsets: Tensor,
+    row_assignment: Tensor,
+    assignment_row: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    # Here, because a machine without a GPU need not have triton.
+    from staticmoe.ops.launch import experts as launch
+    from staticmoe.ops.launch.operands import serves
+
+    operands = (x, topk_weights, gate_up, down, gate_up_bias, down_bias, expert_offsets, row_assignment, assignment_row)
+    served = serves(x.dtype, down.shape[0], *down.shape[1:])
+    run = launch.experts_forward if served else reference.experts_forward
+    return run(*operands, activation)
+
+
 @experts.register_fake
 def _(
     x: Tensor,
@@ -99,31 +123,47 @@ def experts_backward(
     assignment_row: Tensor,
     activation: str,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the gradients of x, topk_weights, gate_up, down and the biases; an empty tensor where not needed.
 
     Shapes:
         grad [T,H]; pre [R,2I]; the rest as in the forward; needs [6] in the order of what is returned.
     Graph-safe: yes.
     """
-    grads = reference.experts_backward(
-        grad,
-        x,
-        pre,
-        topk_weights,
-        gate_up,
-        down,
-        down_bias,
-        expert_offsets,
-        row_assignment,
-        assignment_row,
-        activation,
-        needs,
-    )
-    d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
-        x.new_zeros(0) if grad is None else grad for grad in grads
-    )
-    return d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
+    plan = (expert_offsets, row_assignment, assignment_row)
+    grads = reference.experts_backward(grad, x, pre, topk_weights, gate_up, down, down_bias, *plan, activation, needs)
+    return _filled(x, grads)
+
+
+def _filled(like: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`grads` with an empty tensor for each that is None."""
+    return tuple(like.new_zeros(0) if grad is None else grad for grad in grads)
+
+
+@experts_backward.register_kernel("cuda")
+@as_given
+def _(
+    grad: Tensor,
+    pre: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert_offsets: Tensor,
+    row_assignment: Tensor,
+    assignment_row: Tensor,
+    activation: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    from staticmoe.ops.launch import experts as launch
+    from staticmoe.ops.launch.operands import serves
+
+    plan = (expert_offsets, row_assignment, assignment_row)
+    served = serves(x.dtype, down.shape[0], *down.shape[1:])
+    run = launch.experts_backward if served else reference.experts_backward
+    return _filled(x, run(grad, x, pre, topk_weights, gate_up, down, down_bias, *plan, activation, needs))
 
 
 @experts_backward.register_fake

@@ -41,6 +41,25 @@ def grouped_linear(
     return reference.grouped_mm(rows, weight, expert_offsets)
 
 
+@grouped_linear.register_kernel("cuda")
+@as_given
+def _(
+    inputs: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_assignment: Tensor,
+    assignment_row: Tensor,
+    gather: bool,
+) -> Tensor:
+    # Here, because a machine without a GPU need not have triton.
+    from staticmoe.ops.launch import grouped_linear as launch
+    from staticmoe.ops.launch.operands import serves
+
+    operands = (inputs, weight, expert_offsets, row_assignment, assignment_row, gather)
+    served = serves(inputs.dtype, *weight.shape)
+    return launch.grouped_linear_forward(*operands) if served else grouped_linear._init_fn(*operands)
+
+
 @grouped_linear.register_fake
 def _(
     inputs: Tensor,
@@ -85,6 +104,31 @@ def grouped_linear_backward(
         rows = reference.gather_rows(inputs, row_assignment, assignment_row.shape[1]) if gather else inputs
         d_weight = reference.grouped_weight_grad(grad, rows, expert_offsets)
     return d_inputs, d_weight
+
+
+@grouped_linear_backward.register_kernel("cuda")
+@as_given
+def _(
+    grad: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_assignment: Tensor,
+    assignment_row: Tensor,
+    gather: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    from staticmoe.ops.launch import grouped_linear as launch
+    from staticmoe.ops.launch.operands import serves
+
+    operands = (grad, inputs, weight, expert_offsets, row_assignment, assignment_row, gather, needs)
+    if not serves(inputs.dtype, *weight.shape):
+        return grouped_linear_backward._init_fn(*operands)
+    d_inputs, d_weight = launch.grouped_linear_backward(*operands)
+    return (
+        inputs.new_zeros(0) if d_inputs is None else d_inputs,
+        weight.new_zeros(0) if d_weight is None else d_weight,
+    )
 
 
 @grouped_linear_backward.register_fake

@@ -57,6 +57,19 @@ def route(
     return topk_weights, topk_ids
 
 
+@route.register_kernel("cuda")
+@as_given
+def _(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, top_k: int, *options: Any
+) -> tuple[Tensor, Tensor]:
+    # Here, because a machine without a GPU need not have triton.
+    from staticmoe.ops.launch import routing as launch
+    from staticmoe.ops.launch.operands import serves
+
+    run = launch.route if serves(logits.dtype, logits.shape[1]) else route._init_fn
+    return run(logits, selection_bias, token_mask, top_k, *options)
+
+
 @route.register_fake
 def _(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, top_k: int, *options: object
@@ -96,6 +109,16 @@ def route_backward(
         norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=routed_scaling_factor,
     )
+
+
+@route_backward.register_kernel("cuda")
+@as_given
+def _(grad_weights: Tensor, logits: Tensor, topk_ids: Tensor, *options: Any) -> Tensor:
+    from staticmoe.ops.launch import routing as launch
+    from staticmoe.ops.launch.operands import serves
+
+    run = launch.route_backward if serves(logits.dtype, logits.shape[1]) else route_backward._init_fn
+    return run(grad_weights, logits, topk_ids, *options)
 
 
 @route_backward.register_fake

@@ -100,7 +100,7 @@ def test_opcheck(device: torch.device) -> None:
     plan = some_plan(device)
     rows = torch.randn(15, 8, device=device, requires_grad=True)
     weights = torch.rand(6, 3, device=device, requires_grad=True)
-    tensors = (plan.row_assignment, plan.assignment_row)
+    tensors = (plan.expert_offsets, plan.row_assignment, plan.assignment_row)
     torch.library.opcheck(ops.combine.combine, (rows, weights, *tensors))
     grad = torch.randn(6, 8, device=device)
     torch.library.opcheck(ops.combine.combine_backward, (grad, rows.detach(), weights.detach(), *tensors))

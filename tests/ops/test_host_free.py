@@ -62,8 +62,8 @@ def arguments(case: Callable[..., Any], dtype: torch.dtype, hidden: int) -> dict
         "experts_backward": (rows[:9], pre, *block, [True] * 6),
         "grouped_linear": linear,
         "grouped_linear_backward": (pre, *linear, [True, True]),
-        "combine": (rows, c.weights, *plan[1:]),
-        "combine_backward": (rows[:9], rows, c.weights, *plan[1:]),
+        "combine": (rows, c.weights, *plan),
+        "combine_backward": (rows[:9], rows, c.weights, *plan),
     }
 
 

@@ -1,0 +1,136 @@
+"""Launches of `staticmoe::experts` and its backward.
+
+Dimensions: T tokens, K top_k, E experts, H hidden, I intermediate, G halves of the up projection (2: gate and up),
+R capacity rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from staticmoe.kernels.combine import combine
+from staticmoe.kernels.dact import dact, reduce_weight_grad, weight_parts
+from staticmoe.kernels.grouped_sum import grouped_sum
+from staticmoe.kernels.up import up
+from staticmoe.ops.launch.operands import aligned, whole_rows
+from staticmoe.ops.launch.products import Products
+from staticmoe.reference import is_gated
+
+
+def _halves(tensor: Tensor, halves: int) -> Tensor:
+    """[E,G*I,...] as [E,G,I,...], the gate in front."""
+    return tensor.unflatten(1, (halves, tensor.shape[1] // halves))
+
+
+def experts_forward(
+    x: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert_offsets: Tensor,
+    row_assignment: Tensor,
+    assignment_row: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the block's output [T,H] and the pre-activation [R,G*I], its empty rows unwritten.
+
+    Shapes: as `staticmoe.reference.experts_forward`.
+    """
+    on = Products(x.dtype, expert_offsets, row_assignment, assignment_row)
+    rows, (hidden, intermediate) = row_assignment.shape[0], down.shape[1:]
+    halves = 2 if is_gated(activation) else 1
+    x, gate_up, down = whole_rows(x), aligned(gate_up), aligned(down)
+    pre, act = x.new_empty(rows, halves * intermediate), x.new_empty(rows, intermediate)
+    tile = on.tile("up")
+    up(
+        x,
+        row_assignment,
+        _halves(gate_up, halves),
+        None if gate_up_bias is None else _halves(gate_up_bias, halves),
+        pre,
+        act,
+        *on.schedule(tile),
+        top_k=on.top_k,
+        activation=activation,
+        tile=tile,
+        programs=on.programs,
+        allow_tf32=on.allow_tf32,
+    )
+    products = on.product("down", act, down, down_bias, x.new_empty(rows, hidden), transposed=False)
+    y = torch.empty_like(x)
+    combine(products, topk_weights.float().contiguous(), assignment_row, y)
+    return y, pre
+
+
+def experts_backward(
+    grad: Tensor,
+    x: Tensor,
+    pre: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    expert_offsets: Tensor,
+    row_assignment: Tensor,
+    assignment_row: Tensor,
+    activation: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients in the order of `staticmoe.reference.experts_backward`; None where not needed."""
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
+    on = Products(x.dtype, expert_offsets, row_assignment, assignment_row)
+    rows, intermediate = row_assignment.shape[0], down.shape[2]
+    halves = 2 if is_gated(activation) else 1
+    grad, x, gate_up, down = whole_rows(grad), whole_rows(x), aligned(gate_up), aligned(down)
+    weights = topk_weights.float().contiguous()
+    tile = on.tile("dact")
+    d_pre, weighted = torch.empty_like(pre), x.new_empty(rows, intermediate)
+    parts = weights.new_empty(rows, weight_parts(intermediate, tile))
+    dact(
+        grad,
+        row_assignment,
+        down,
+        pre,
+        weights,
+        d_pre,
+        weighted,
+        parts,
+        *on.schedule(tile),
+        top_k=on.top_k,
+        activation=activation,
+        tile=tile,
+        programs=on.programs,
+        allow_tf32=on.allow_tf32,
+    )
+    d_x = d_weights = d_gate_up = d_down = d_gate_up_bias = d_down_bias = None
+    if need_weights:
+        d_weights = torch.empty_like(weights)
+        bias = {} if down_bias is None else {"grad": grad, "down_bias": down_bias, "expert_offsets": on.offsets}
+        reduce_weight_grad(parts, assignment_row, d_weights, **bias)
+        d_weights = d_weights.to(topk_weights.dtype)
+    # Each buffer of rows is let go of before the next is asked for, so that both can be one.
+    if need_x:
+        d_rows = x.new_empty(rows, x.shape[1])
+        on.product("token_grad", d_pre, _halves(gate_up, halves), None, d_rows, transposed=True)
+        d_x = torch.empty_like(x)
+        combine(d_rows, None, assignment_row, d_x)
+        del d_rows
+    if need_down:
+        d_down = torch.empty_like(down, memory_format=torch.contiguous_format)
+        on.weight_grad("weight_grad_down", grad, weighted, d_down, gather="left")
+    del weighted
+    if need_down_bias:
+        d_down_bias = down.new_empty(down.shape[:2])
+        grouped_sum(grad, on.offsets, d_down_bias, row_assignment=row_assignment, topk_weights=weights, top_k=on.top_k)
+    if need_gate_up:
+        d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        on.weight_grad("weight_grad_up", d_pre, x, _halves(d_gate_up, halves), gather="right")
+    if need_gate_up_bias:
+        d_gate_up_bias = gate_up.new_empty(gate_up.shape[:2])
+        grouped_sum(d_pre, on.offsets, d_gate_up_bias)
+    return d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias

@@ -1,0 +1,64 @@
+"""Which operands the kernels take, and how others are made fit.
+
+An op that the kernels do not serve (fp64, odd widths, more experts than they take) runs the plain PyTorch of
+`staticmoe.reference`, and one log line says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+MAX_EXPERTS = 4096
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGN_BYTES = 16
+# What the interpreter stands for: it has no GPU to ask.
+_INTERPRETED = (4, (9, 0))
+
+
+@functools.cache
+def gpu(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Multiprocessors of a GPU, and its compute capability."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    return torch.cuda.get_device_properties(device).multi_processor_count, torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.warning("plain PyTorch instead of the kernels: %s", what)
+
+
+def serves(dtype: torch.dtype, num_experts: int, *widths: int) -> bool:
+    """Whether the kernels take this dtype, number of experts and these widths; where not, one log line says why."""
+    if dtype not in _DTYPES:
+        # fp64 is for checking; nobody waits for it.
+        return False
+    quantum = _ALIGN_BYTES // dtype.itemsize
+    odd = [width for width in widths if width % quantum]
+    if odd:
+        _say_once(f"widths {odd} are no multiples of {quantum}, what {dtype} needs for aligned rows")
+    elif num_experts > MAX_EXPERTS:
+        _say_once(f"{num_experts} experts, more than the {MAX_EXPERTS} that the kernels take")
+    else:
+        return True
+    return False
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a contiguous copy where its last stride is not 1, or a row does not start at 16 bytes."""
+    size = tensor.element_size()
+    whole = tensor.stride(-1) == 1 and all(stride * size % _ALIGN_BYTES == 0 for stride in tensor.stride()[:-1])
+    if whole and tensor.data_ptr() % _ALIGN_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def whole_rows(tensor: Tensor) -> Tensor:
+    """Rows without gaps between them, starting at 16 bytes."""
+    return aligned(tensor.contiguous())

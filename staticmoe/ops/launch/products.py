@@ -1,0 +1,95 @@
+"""The grouped products of one op: the tiles, programs and schedules that its launches share.
+
+Dimensions: T tokens, K top_k, E experts, R capacity rows, M row tiles at most.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from staticmoe.kernels.grouped_gemm import grouped_gemm
+from staticmoe.kernels.schedule import tile_schedule
+from staticmoe.kernels.tile_table import tile_for
+from staticmoe.kernels.tiles import Tile
+from staticmoe.kernels.weight_grad import Side, weight_grad
+from staticmoe.ops.launch.operands import gpu
+
+
+class Products:
+    """The constants of the launches of one op: tiles by kernel, programs, schedules by the rows of a tile.
+
+    Args:
+        dtype: of the operands.
+        expert_offsets: [E+1].
+        row_assignment: [R].
+        assignment_row: [T,K].
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, expert_offsets: Tensor, row_assignment: Tensor, assignment_row: Tensor
+    ) -> None:
+        self.offsets = expert_offsets
+        self.row_assignment = row_assignment
+        self.assignment_row = assignment_row
+        self.top_k = assignment_row.shape[1]
+        self.programs, self._capability = gpu(expert_offsets.device)
+        self.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+        self._dtype = dtype
+        self._experts, self._rows = expert_offsets.shape[0] - 1, row_assignment.shape[0]
+        self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def tile(self, kernel: str) -> Tile:
+        """Tile of a kernel. By the balanced load, never the capacity: variants must agree bitwise."""
+        load = self.assignment_row.numel() / self._experts
+        return tile_for(kernel, dtype=self._dtype, rows_per_expert=load, capability=self._capability)
+
+    def schedule(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Row tiles and their number for tiles of these rows."""
+        if tile.rows not in self._schedules:
+            # The bound is proved in `staticmoe.shapes.StaticShape.max_tiles`.
+            most = (self._rows + min(self._experts, self._rows) * (tile.rows - 1)) // tile.rows
+            schedule, count = self.offsets.new_empty(max(most, 1), 4), self.offsets.new_empty(1)
+            tile_schedule(self.offsets, schedule, count, block_rows=tile.rows)
+            self._schedules[tile.rows] = (schedule, count)
+        return self._schedules[tile.rows]
+
+    def product(
+        self, kernel: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, transposed: bool,
+        gather: bool = False, saved_rows: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`grouped_gemm` with the tile of `kernel`; returns `out`."""
+        tile = self.tile(kernel)
+        grouped_gemm(
+            rows,
+            weight,
+            bias,
+            out,
+            *self.schedule(tile),
+            transposed=transposed,
+            row_assignment=self.row_assignment if gather else None,
+            top_k=self.top_k,
+            saved_rows=saved_rows,
+            tile=tile,
+            programs=self.programs,
+            allow_tf32=self.allow_tf32,
+        )
+        return out
+
+    def weight_grad(self, kernel: str, left: Tensor, right: Tensor, out: Tensor, *, gather: Side) -> None:
+        """`weight_grad` with the tile of `kernel`, stored."""
+        weight_grad(
+            left,
+            right,
+            self.offsets,
+            self.row_assignment,
+            out,
+            gather=gather,
+            saved=None,
+            base_row=None,
+            top_k=self.top_k,
+            accumulate=False,
+            tile=self.tile(kernel),
+            programs=self.programs,
+            allow_tf32=self.allow_tf32,
+        )

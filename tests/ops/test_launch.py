@@ -1,0 +1,183 @@
+"""The ops' launches against the reference: the whole block as a GPU runs it, interpreted where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from staticmoe import reference
+from staticmoe.reference import ACTIVATIONS
+
+pytest.importorskip("triton")
+
+from staticmoe.ops.launch import combine as combine_launch  # noqa: E402
+from staticmoe.ops.launch import experts as experts_launch  # noqa: E402
+from staticmoe.ops.launch import grouped_linear as linear_launch  # noqa: E402
+from staticmoe.ops.launch import plan as plan_launch  # noqa: E402
+from staticmoe.ops.launch import routing as routing_launch  # noqa: E402
+from staticmoe.ops.launch.operands import aligned, serves  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter multiplies bf16 wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NAMES = ("x", "weights", "gate_up", "down", "gate_up_bias", "down_bias")
+
+
+def block(c: Any, dtype: torch.dtype) -> list[Any]:
+    """Operands of the block in `dtype`, or all in fp64, from a case of small numbers."""
+    wide = dtype == torch.float64
+    floats = [c.x, c.weights if not wide else c.weights.double(), c.gate_up, c.down, c.gate_up_bias, c.down_bias]
+    floats = [t if t is None or (n == 1 and not wide) else t.detach().to(dtype) for n, t in enumerate(floats)]
+    return [*floats, c.plan.expert_offsets, c.plan.row_assignment, c.plan.assignment_row]
+
+
+def small_case(case: Callable[..., Any], dtype: torch.dtype, **options: Any) -> Any:
+    c = case(21, 3, 5, 40, 24, device=DEVICE, dtype=dtype, requires_grad=False, **options)
+    for weight in (c.gate_up, c.down):
+        weight.div_(weight.shape[2] ** 0.5)
+    return c
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize(("bias", "rows"), [(False, None), (True, 40)])
+def test_the_block_and_every_gradient(
+    dtype: torch.dtype,
+    activation: str,
+    bias: bool,
+    rows: int | None,
+    case: Callable[..., Any],
+    error: Callable[[Tensor, Tensor], float],
+) -> None:
+    """Against the reference in fp64; with dropped assignments, an empty expert, and biases."""
+    ids = torch.stack([torch.randperm(4)[:3] for _ in range(21)])
+    c = small_case(case, dtype, activation=activation, bias=bias, rows=rows, ids=ids)
+    y, pre = experts_launch.experts_forward(*block(c, dtype), activation)
+    want, want_pre = reference.experts_forward(*block(c, torch.float64), activation)
+    used = int(c.plan.expert_offsets[-1])
+    assert error(y.double(), want) < TOLERANCES[dtype]
+    assert error(pre[:used].double(), want_pre[:used]) < TOLERANCES[dtype]
+    grad = torch.randn_like(want)
+    # The derivative belongs to the pre-activation that was rounded.
+    operands, wide = block(c, dtype), block(c, torch.float64)
+    got = experts_launch.experts_backward(
+        grad.to(dtype), operands[0], pre, *operands[1:4], operands[5], *operands[6:], activation, [True] * 6
+    )
+    wants = reference.experts_backward(
+        grad.to(dtype).double(), wide[0], pre.double(), *wide[1:4], wide[5], *wide[6:], activation, [True] * 6
+    )
+    for name, mine, theirs in zip(NAMES, got, wants, strict=True):
+        if name.endswith("bias") and not bias:
+            continue
+        assert mine is not None and theirs is not None
+        assert error(mine.double(), theirs) < TOLERANCES[dtype], name
+    empty = 4
+    for weight in got[2:4]:
+        assert weight is not None and not weight[empty].any()
+
+
+def test_only_what_is_needed(case: Callable[..., Any]) -> None:
+    """A frozen bank has no gradient, and the others are bitwise what they are with it."""
+    c = small_case(case, torch.float32, bias=True)
+    operands = block(c, torch.float32)
+    _, pre = experts_launch.experts_forward(*operands, "swiglu")
+    arguments = (torch.randn_like(operands[0]), operands[0], pre, *operands[1:4], operands[5], *operands[6:], "swiglu")
+    every = experts_launch.experts_backward(*arguments, [True] * 6)
+    for number in range(6):
+        needs = [n == number for n in range(6)]
+        some = experts_launch.experts_backward(*arguments, needs)
+        assert [grad is not None for grad in some] == needs
+        assert torch.equal(some[number], every[number])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_grouped_linear(gather: bool, case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]) -> None:
+    """Product, zeros in empty rows, and both gradients."""
+    c = small_case(case, torch.float32, rows=70)
+    plan = block(c, torch.float32)[6:]
+    inputs = c.x if gather else torch.randn(70, 40, device=DEVICE)
+    used = int(c.plan.expert_offsets[-1])
+    if not gather:
+        inputs[used:] = float("nan")
+    out = linear_launch.grouped_linear_forward(inputs, c.gate_up, *plan, gather)
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.double().nan_to_num()
+
+    rows = reference.gather_rows(wide(inputs), plan[1], 3) if gather else wide(inputs)
+    assert error(out.double(), reference.grouped_mm(rows, wide(c.gate_up), plan[0])) < 1e-5
+    assert not out[used:].any()
+    grad = torch.randn_like(out)
+    d_inputs, d_weight = linear_launch.grouped_linear_backward(grad, inputs, c.gate_up, *plan, gather, [True, True])
+    d_rows = reference.grouped_mm(wide(grad), wide(c.gate_up).transpose(1, 2), plan[0])
+    want = reference.gather_to_tokens(d_rows, plan[2]) if gather else d_rows
+    assert d_inputs is not None and d_weight is not None
+    assert error(d_inputs.double(), want) < 1e-5
+    assert error(d_weight.double(), reference.grouped_weight_grad(wide(grad), rows, plan[0])) < 1e-5
+
+
+def test_combine(case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]) -> None:
+    """Sum, and gradients: zeros in empty rows and for dropped assignments."""
+    c = small_case(case, torch.float32, rows=40)
+    plan = block(c, torch.float32)[6:]
+    rows = torch.randn(40, 40, device=DEVICE)
+    out = combine_launch.combine_forward(rows, c.weights, plan[2])
+    assert error(out, reference.combine(rows, c.weights, plan[2])) < 1e-6
+    grad = torch.randn_like(out)
+    got = combine_launch.combine_backward(grad, rows, c.weights, *plan)
+    for mine, theirs in zip(got, reference.combine_backward(grad, rows, c.weights, *plan[1:]), strict=True):
+        assert error(mine, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_route_and_plan(score_function: str, error: Callable[[Tensor, Tensor], float]) -> None:
+    """The same ids, weights and gradients; the same plan, also where it is doomed."""
+    logits = torch.randn(33, 10, device=DEVICE)
+    options = {"score_function": score_function, "norm_topk_prob": True, "routed_scaling_factor": 2.0}
+    weights, ids = routing_launch.route(logits, None, None, 3, *options.values(), 1, 1)
+    want_ids, want_weights = reference.route(logits, top_k=3, **options)
+    assert torch.equal(ids, want_ids) and error(weights, want_weights) < 1e-6
+    grad = torch.randn_like(weights)
+    got = routing_launch.route_backward(grad, logits, ids, *options.values())
+    assert error(got, reference.route_backward(grad, logits, ids, **options)) < 1e-5
+    for capacity, doomed, dooms in ((99, 0.0, True), (60, 0.0, True), (60, 0.0, False), (99, 1.0, False)):
+        doom = torch.tensor(doomed, device=DEVICE)
+        tensors = plan_launch.make_plan(ids, weights, 10, capacity, 20, doom, dooms)
+        want = reference.make_plan(
+            ids, weights, num_experts=10, capacity_rows=capacity, expert_capacity=20, doomed=doom, overflow_dooms=dooms
+        )
+        wanted = (want.tokens_per_expert, want.routed_per_expert, want.expert_offsets, want.row_assignment)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, (*wanted, want.assignment_row), strict=True))
+        assert bool(want.expert_offsets.any()) == (not doomed and not (dooms and capacity == 60))
+
+
+def test_a_doomed_block_is_zeros(case: Callable[..., Any]) -> None:
+    """No row is in use: the output and every gradient are exactly zero, whatever the operands hold."""
+    c = small_case(case, torch.float32, bias=True)
+    one = torch.ones((), device=DEVICE)
+    plan = reference.make_plan(c.ids, c.weights, num_experts=5, capacity_rows=63, doomed=one)
+    tensors = [torch.full_like(t, float("nan")) for t in block(c, torch.float32)[:6]]
+    rows = (plan.expert_offsets, plan.row_assignment, plan.assignment_row)
+    y, pre = experts_launch.experts_forward(*tensors, *rows, "swiglu")
+    assert not y.any()
+    grads = experts_launch.experts_backward(
+        torch.full_like(y, float("nan")), tensors[0], pre, *tensors[1:4], tensors[5], *rows, "swiglu", [True] * 6
+    )
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+def test_what_the_kernels_serve() -> None:
+    """Odd widths and fp64 run plain PyTorch; a view that no kernel can read is copied."""
+    assert serves(torch.bfloat16, 128, 2048, 768) and serves(torch.float32, 4096, 36)
+    assert not serves(torch.float64, 8, 64) and not serves(torch.bfloat16, 8, 100) and not serves(torch.float32, 4097)
+    big = torch.randn(8, 65, device=DEVICE, dtype=torch.float32)
+    odd = big[:, 1:]
+    fit = aligned(odd)
+    assert fit.is_contiguous() and torch.equal(fit, odd) and fit.data_ptr() != odd.data_ptr()
+    assert aligned(fit) is fit
