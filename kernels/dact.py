@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from staticmoe.kernels.activation import activate, activate_backward, activate_ungated, activate_ungated_backward
-from staticmoe.kernels.descriptors import plain_descriptor
+from staticmoe.kernels.descriptors import load_rows, plain_descriptor, ragged_descriptor
 from staticmoe.kernels.grouped_gemm import (
     compile_options,
     gathered_rows,
@@ -30,26 +30,6 @@ from staticmoe.kernels.weight_grad import column_slices
 # the accumulator, gate, up and their gradients does not fit into registers.
 _SLICE_COLUMNS = 32
 _MOST_SLICES = 8
-
-
-@triton.jit
-def _prefetch(pre_ptr, saved, count, column, columns, stride, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Have the tile's pre-activation in the L2 cache when the epilogue asks for it."""
-    # A line of 128 bytes each; clamped into the segment.
-    LINE: tl.constexpr = 1024 // pre_ptr.dtype.element_ty.primitive_bitwidth
-    STEP: tl.constexpr = LINE if LINE < BN else BN
-    line = tl.minimum(column + tl.arange(0, BN // STEP) * STEP, columns - 1)
-    row = saved.to(tl.int64) + tl.minimum(tl.arange(0, BM), count - 1)
-    at = pre_ptr + row[:, None] * stride + line[None, :]
-    for half in tl.static_range(HALVES):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [at + half * columns],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -83,7 +63,7 @@ def _derive(gate, up, d_act, weight, HALVES: tl.constexpr, ACT: tl.constexpr, DT
 
 @triton.jit
 def staticmoe_dact_gemm(
-    grad_ptr,
+    grad,
     assignment_ptr,
     down,
     pre_ptr,
@@ -103,11 +83,11 @@ def staticmoe_dact_gemm(
     ALIGN: tl.constexpr,
     HALVES: tl.constexpr,
     TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
     ACT: tl.constexpr,
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
     SLICES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -120,6 +100,7 @@ def staticmoe_dact_gemm(
     Grid: any number of programs; program i takes tiles i, i + programs, ... of `tile_count` x ceil(I / BN), in the
     order of `tile_position`. A tile owns its rows and BN columns of act, the same columns of every half of d_pre, and
     one column of the parts. d_pre may be pre: a tile reads what it owns, and reads it before it writes it.
+    `grad`: with GATHER a pointer to the tokens, else a ragged descriptor of rows.
     Unwritten: every row that is in no tile. Reads no row outside of its segment.
     Deterministic: one program sums an element over H in steps of BK, and a part over BN columns; nothing depends on
     the grid or on R.
@@ -138,18 +119,19 @@ def staticmoe_dact_gemm(
         expert = tl.load(schedule_ptr + m * 4)
         first = tl.load(schedule_ptr + m * 4 + 1)
         count = tl.load(schedule_ptr + m * 4 + 2)
-        inside = rows < count
-        depth = tl.arange(0, BK)
-        at = gathered_rows(grad_ptr, assignment_ptr, first, inside, stride_units * ALIGN, TOP_K, BM)
-        at = at[:, None] + depth[None, :]
-        if PREFETCH:
-            saved = tl.load(schedule_ptr + m * 4 + 3)
-            _prefetch(pre_ptr, saved, count, n * BN, columns, pre_units * ALIGN, HALVES, BM, BN)
+        if GATHER:
+            inside = rows < count
+            depth = tl.arange(0, BK)
+            at = gathered_rows(grad, assignment_ptr, first, inside, stride_units * ALIGN, TOP_K, BM)
+            at = at[:, None] + depth[None, :]
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(0, steps):
             k = step * BK
-            mask = inside[:, None] if EVEN else inside[:, None] & (k + depth < width)[None, :]
-            a = tl.load(at + k, mask=mask, other=0.0)
+            if GATHER:
+                mask = inside[:, None] if EVEN else inside[:, None] & (k + depth < width)[None, :]
+                a = tl.load(at + k, mask=mask, other=0.0)
+            else:
+                a = load_rows(grad, first, count, 0, k, BM, BK)
             b = tl.reshape(down.load([expert, k, n * BN]), (BK, BN))
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         # Read again, not kept: what lives through the flattened loop is registers that the epilogue lacks.
@@ -254,7 +236,7 @@ def dact(
     schedule: Tensor,
     tile_count: Tensor,
     *,
-    top_k: int,
+    top_k: int | None,
     activation: str,
     tile: Tile,
     programs: int,
@@ -266,7 +248,8 @@ def dact(
     derivative at `pre` times s dA', act_weighted is s a, a part is the sum of dA' a over the columns of a tile.
 
     Shapes:
-        grad [T,H]; row_assignment [R] int32; down [E,H,I], last stride 1; pre, d_pre [S,G*I] with the gate in front, at
+        grad [T,H], its rows taken by row_assignment // top_k, or [R,H] with a top_k of None; row_assignment [R] int32;
+        down [E,H,I], last stride 1; pre, d_pre [S,G*I] with the gate in front, at
         the rows of schedule column 3; d_pre may be pre. topk_weights [T,K] fp32, contiguous; act_weighted [R,I];
         d_weight_parts [R,N] fp32 with N = `weight_parts`. schedule [M,4] int32 for BM = tile.rows, tile_count [1]
         int32. The rest of one dtype: bf16, fp16, fp32. Strides 1 along the last dimension, others multiples of 16
@@ -276,12 +259,13 @@ def dact(
     Graph-safe: yes.
     """
     align = 16 // grad.element_size()
+    gather = top_k is not None
     width, columns = down.shape[1:]
     column_tiles = weight_parts(columns, tile)
     if d_weight_parts.shape[1] != column_tiles:
         raise ValueError(f"dact: expected d_weight_parts [R,{column_tiles}], got {tuple(d_weight_parts.shape)}")
     staticmoe_dact_gemm[(min(schedule.shape[0] * column_tiles, programs),)](
-        grad,
+        grad if gather else ragged_descriptor(grad, 1, [tile.rows, tile.depth]),
         row_assignment,
         plain_descriptor(down, [1, tile.depth, tile.columns]),
         pre,
@@ -301,12 +285,11 @@ def dact(
         ALIGN=align,
         HALVES=pre.shape[1] // columns,
         TOP_K=top_k,
+        GATHER=gather,
         ACT=activation,
         EVEN=width % tile.depth == 0,
         DTYPE=triton_dtype(grad.dtype),
         PRECISION=input_precision(grad.dtype, allow_tf32),
-        # The interpreter knows no PTX.
-        PREFETCH=not triton.knobs.runtime.interpret,
         SLICES=min(_MOST_SLICES, max(1, tile.columns // _SLICE_COLUMNS)),
         BM=tile.rows,
         BN=tile.columns,

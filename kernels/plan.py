@@ -364,9 +364,10 @@ def _assignments(ids: Tensor, weights: Tensor, num_experts: int) -> Assignments:
     """Where the kernels find ids and weights [T,K], whatever their strides."""
     # Contiguous tensors are addressed as N tokens of one slot, which needs no division.
     plain = ids.is_contiguous() and weights.is_contiguous()
+    id_strides, weight_strides = ((1, 1), (1, 1)) if plain else (ids.stride(), weights.stride())
     return Assignments(
-        ids=(ids, *((1, 1) if plain else ids.stride())),
-        weights=(weights, *((1, 1) if plain else weights.stride())),
+        ids=(ids, id_strides[0], id_strides[1]),
+        weights=(weights, weight_strides[0], weight_strides[1]),
         slots=1 if plain else ids.shape[1],
         count=ids.numel(),
         num_experts=num_experts,

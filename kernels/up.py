@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from staticmoe.kernels.activation import activate, activate_ungated
-from staticmoe.kernels.descriptors import plain_descriptor, ragged_descriptor, store_rows
+from staticmoe.kernels.descriptors import load_rows, plain_descriptor, ragged_descriptor, store_rows
 from staticmoe.kernels.grouped_gemm import (
     compile_options,
     gathered_rows,
@@ -43,7 +43,7 @@ def _add_bias(left, right, bias_ptr, column, columns, stride_half, stride, HALVE
 
 @triton.jit
 def staticmoe_up_gemm(
-    x_ptr,
+    x,
     assignment_ptr,
     weight,
     bias_ptr,
@@ -60,6 +60,7 @@ def staticmoe_up_gemm(
     ALIGN: tl.constexpr,
     HALVES: tl.constexpr,
     TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -76,6 +77,7 @@ def staticmoe_up_gemm(
     Grid: up to as many programs as there are SMs; program i takes tiles i, i + programs, ... of
     `tile_count` x ceil(I / BN), in the order of `tile_position`. A tile owns its rows and BN columns of act, and the
     same columns of every half of pre. Gate and up are one operand of 2 * BN columns, whatever their order in memory.
+    `x`: with GATHER a pointer to the tokens, else a ragged descriptor of rows.
     Unwritten: every row that is in no tile. Reads no row outside of its segment.
     Deterministic: one program sums an element over H in steps of BK; nothing depends on the grid or on R.
     """
@@ -89,15 +91,19 @@ def staticmoe_up_gemm(
         first = tl.load(schedule_ptr + m * 4 + 1)
         count = tl.load(schedule_ptr + m * 4 + 2)
         saved = tl.load(schedule_ptr + m * 4 + 3)
-        inside = tl.arange(0, BM) < count
-        depth = tl.arange(0, BK)
-        at = gathered_rows(x_ptr, assignment_ptr, first, inside, stride_units * ALIGN, TOP_K, BM)
-        at = at[:, None] + depth[None, :]
+        if GATHER:
+            inside = tl.arange(0, BM) < count
+            depth = tl.arange(0, BK)
+            at = gathered_rows(x, assignment_ptr, first, inside, stride_units * ALIGN, TOP_K, BM)
+            at = at[:, None] + depth[None, :]
         acc = tl.zeros((BM, HALVES * BN), tl.float32)
         for step in range(0, steps):
             k = step * BK
-            mask = inside[:, None] if EVEN else inside[:, None] & (k + depth < width)[None, :]
-            a = tl.load(at + k, mask=mask, other=0.0)
+            if GATHER:
+                mask = inside[:, None] if EVEN else inside[:, None] & (k + depth < width)[None, :]
+                a = tl.load(at + k, mask=mask, other=0.0)
+            else:
+                a = load_rows(x, first, count, 0, k, BM, BK)
             b = tl.reshape(weight.load([expert, 0, n * BN, k]), (HALVES * BN, BK))
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         left, right = _split_columns(acc)
@@ -130,7 +136,7 @@ def up(
     schedule: Tensor,
     tile_count: Tensor,
     *,
-    top_k: int,
+    top_k: int | None,
     activation: str,
     tile: Tile,
     programs: int,
@@ -139,8 +145,9 @@ def up(
     """Write the pre-activation and the activation of every row in use; see `staticmoe.reference.up`.
 
     Shapes:
-        x [T,H]; row_assignment [R] int32; gate_up [E,G,I,H] and bias [E,G,I] or None, views with any strides, so in
-        either order of the gate; pre [S,G*I] with the gate in front, at the rows of schedule column 3; act [R,I].
+        x [T,H], its rows taken by row_assignment // top_k, or [R,H] with a top_k of None; row_assignment [R] int32;
+        gate_up [E,G,I,H] and bias [E,G,I] or None, views with any strides, so in either order of the gate; pre [S,G*I]
+        with the gate in front, at the rows of schedule column 3; act [R,I].
         schedule [M,4] int32 for BM = tile.rows, tile_count [1] int32.
         All but the index tensors of one dtype: bf16, fp16, fp32. Strides 1 along the last dimension (not of the bias),
         others multiples of 16 bytes, as H and I.
@@ -148,13 +155,14 @@ def up(
     Graph-safe: yes.
     """
     align = 16 // x.element_size()
+    gather = top_k is not None
     halves, columns, width = gate_up.shape[1:]
     # Without a gate the two stored halves are those of the tile, with one they are gate and up: the same box.
     box = [tile.rows, tile.columns if halves == 2 else tile.columns // 2]
     strides = (0, 0, 0) if bias is None else bias.stride()
     tiles = schedule.shape[0] * triton.cdiv(columns, tile.columns)
     staticmoe_up_gemm[(min(tiles, programs),)](
-        x,
+        x if gather else ragged_descriptor(x, 1, [tile.rows, tile.depth]),
         row_assignment,
         plain_descriptor(gate_up, [1, halves, tile.columns, tile.depth]),
         bias,
@@ -169,6 +177,7 @@ def up(
         ALIGN=align,
         HALVES=halves,
         TOP_K=top_k,
+        GATHER=gather,
         ACT=activation,
         BIAS=bias is not None,
         EVEN=width % tile.depth == 0,

@@ -52,6 +52,7 @@ def test_wheel_and_sdist_hold_the_kernels(built: tuple[list[str], list[str], str
     """A wheel without its kernels imports fine and fails at the first step."""
     in_wheel, in_sdist, _ = built
     assert in_wheel.count("staticmoe/kernels/probe_kernel.py") == 1
+    assert in_wheel.count("staticmoe/kernels/tile_table.json") == 1
     assert in_sdist.count("staticmoe/kernels/probe_kernel.py") == 1
     assert "staticmoe/py.typed" in in_wheel and "staticmoe/config.py" in in_wheel
 

@@ -41,7 +41,7 @@ def test_the_commands_are_single_lines_and_one_of_them_is_what_ci_runs() -> None
     assert [len(command.splitlines()) for command in commands] == [1, 1, 1]
     train, test, existing = (command.strip() for command in commands)
     assert train.endswith("staticmoe train") and "-c constraints.txt -e '.[demo]'" in train
-    assert test.endswith("python -m pytest -q") and "-c constraints.txt -e '.[test]'" in test
+    assert test.endswith("python -m pytest -q -n auto") and "-c constraints.txt -e '.[test]'" in test
     assert "constraints" not in existing
     # .ci/run takes the newcomer's line from here by this pattern.
     (pattern,) = re.findall(r"grep -m1 -E '([^']*)' README.md", (ROOT / ".ci" / "run").read_text())

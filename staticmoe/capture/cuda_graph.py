@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -20,6 +22,21 @@ log = logging.getLogger(__name__)
 
 # A step takes hundreds of microseconds at least; asking ten times as often costs nothing and waits little too long.
 _POLL_SECONDS = 20e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class _Streams:
+    """Streams beside the user's: one to capture on, one for copies in each direction."""
+
+    capture: torch.cuda.Stream
+    up: torch.cuda.Stream
+    down: torch.cuda.Stream
+
+
+@functools.cache
+def _streams(device: torch.device) -> _Streams:
+    """One set for all runners of a device: cuBLAS keeps 64 MiB for each stream that has seen a product."""
+    return _Streams(*(torch.cuda.Stream(device) for _ in range(3)))
 
 
 class CudaUpload:
@@ -66,8 +83,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
+        streams = _streams(device)
+        self._up, self._down = streams.up, streams.down
         self._events: dict[int, torch.cuda.Event] = {}
         self._launched = 0
 
@@ -128,7 +145,7 @@ class CudaGraphCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream(device)
+        self._side = _streams(device).capture
         self.stream = CudaStream(device)
         self.seeds = StepSeeds(device)
         settings = (
@@ -182,8 +199,15 @@ class CudaGraphCapture:
         return CudaGraph(graph, max(torch.cuda.memory_reserved(self._device) - before, 0))
 
     def _forget(self) -> None:
-        """Leave nothing of a failed capture behind: its pool, its stream and its random state are given up."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream(self._device)
+        """Leave nothing of a failed capture behind: its pool and its random state are given up."""
+        failed, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        try:
+            # Where ending the capture failed, torch goes on allocating from its pool, and holds it for ever.
+            torch._C._cuda_endAllocateToPool(index, failed)
+        except RuntimeError:
+            log.debug("the capture had been ended in order")
+        else:
+            torch._C._cuda_releasePool(index, failed)
         self.seeds.renew()
         gc.collect()

@@ -74,7 +74,8 @@ def _(
             grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         alike.setdefault((parameter.dtype, grad.dtype, m.dtype), []).append((parameter, grad, m, v, *rest))
     for group in alike.values():
-        kernel.adamw_(*zip(*group, strict=True), veto)
+        columns = [list(column) for column in zip(*group, strict=True)]
+        kernel.adamw_(columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], veto)
 
 
 def _walk_alike(p: Tensor, *others: Tensor) -> bool:

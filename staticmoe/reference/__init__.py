@@ -11,6 +11,7 @@ from staticmoe.reference.experts import combine, combine_backward, down, experts
 from staticmoe.reference.grouped import gather_rows, gather_to_tokens, grouped_mm, grouped_weight_grad
 from staticmoe.reference.plan import RoutingPlan, make_plan
 from staticmoe.reference.routing import SCORE_FUNCTIONS, route, route_backward
+from staticmoe.reference.schedule import tile_schedule
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,5 +33,6 @@ __all__ = [
     "make_plan",
     "route",
     "route_backward",
+    "tile_schedule",
     "up",
 ]

@@ -148,3 +148,19 @@ def test_a_failure_inside_the_capture_leaves_nothing_behind(loss: Any, error: ty
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() - before < 16 << 20
     assert train() == want
+
+
+def test_twenty_runners_leave_no_memory_behind() -> None:
+    """Built, used and let go of: what torch reserves afterwards does not grow with their number."""
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    train()
+    before = reserved()
+    for _ in range(20):
+        train(steps=3)
+    assert reserved() - before < 16 << 20

@@ -82,6 +82,24 @@ def test_the_block_and_every_gradient(
         assert weight is not None and not weight[empty].any()
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copied_rows_give_the_same_bits(
+    dtype: torch.dtype, activation: str, case: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide experts copy tokens to rows first: not one bit of the output or of a gradient may depend on that."""
+    c = small_case(case, dtype, rows=40, activation=activation, bias=True)
+    operands = block(c, dtype)
+    grad = torch.randn_like(operands[0])
+    found = []
+    for copy_from in (1 << 30, 0):
+        monkeypatch.setattr(experts_launch, "_COPY_FROM", copy_from)
+        y, pre = experts_launch.experts_forward(*operands, activation)
+        rest = (*operands[1:4], operands[5], *operands[6:], activation, [True] * 6)
+        found.append([y, *experts_launch.experts_backward(grad, operands[0], pre, *rest)])
+    assert all(torch.equal(gathered, copied) for gathered, copied in zip(*found, strict=True))
+
+
 def test_only_what_is_needed(case: Callable[..., Any]) -> None:
     """A frozen bank has no gradient, and the others are bitwise what they are with it."""
     c = small_case(case, torch.float32, bias=True)

@@ -11,13 +11,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from staticmoe.kernels.combine import combine
+from staticmoe.kernels.combine import combine, gather_weighted
 from staticmoe.kernels.dact import dact, reduce_weight_grad, weight_parts
 from staticmoe.kernels.grouped_sum import grouped_sum
 from staticmoe.kernels.up import up
+from staticmoe.kernels.weight_grad import Side
 from staticmoe.ops.launch.operands import aligned, whole_rows
 from staticmoe.ops.launch.products import Products
 from staticmoe.reference import is_gated
+
+# From this I on the tokens are copied to rows first. The copy moves 4·R·H bytes; products of R·H·I terms then read rows
+# by TMA instead of address by address, and win that back.
+_COPY_FROM = 2048
+# Programs that copy: enough for the memory's rate, whatever the capacity.
+_COPY_PROGRAMS = 4096
+
+
+def _rows_of_tokens(on: Products, tokens: Tensor, intermediate: int) -> tuple[Tensor, int | None]:
+    """What the grouped products read: tokens and K, or rows and None. By I alone, so that capacities agree bitwise."""
+    if intermediate < _COPY_FROM:
+        return tokens, on.top_k
+    rows = tokens.new_empty(on.row_assignment.shape[0], tokens.shape[1])
+    gather_weighted(tokens, None, on.row_assignment, on.offsets, rows, top_k=on.top_k, programs=_COPY_PROGRAMS)
+    return rows, None
 
 
 def _halves(tensor: Tensor, halves: int) -> Tensor:
@@ -47,20 +63,22 @@ def experts_forward(
     x, gate_up, down = whole_rows(x), aligned(gate_up), aligned(down)
     pre, act = x.new_empty(rows, halves * intermediate), x.new_empty(rows, intermediate)
     tile = on.tile("up")
+    tokens, top_k = _rows_of_tokens(on, x, intermediate)
     up(
-        x,
+        tokens,
         row_assignment,
         _halves(gate_up, halves),
         None if gate_up_bias is None else _halves(gate_up_bias, halves),
         pre,
         act,
         *on.schedule(tile),
-        top_k=on.top_k,
+        top_k=top_k,
         activation=activation,
         tile=tile,
         programs=on.programs,
         allow_tf32=on.allow_tf32,
     )
+    del tokens
     products = on.product("down", act, down, down_bias, x.new_empty(rows, hidden), transposed=False)
     y = torch.empty_like(x)
     combine(products, topk_weights.float().contiguous(), assignment_row, y)
@@ -91,8 +109,9 @@ def experts_backward(
     tile = on.tile("dact")
     d_pre, weighted = torch.empty_like(pre), x.new_empty(rows, intermediate)
     parts = weights.new_empty(rows, weight_parts(intermediate, tile))
+    grads, top_k = _rows_of_tokens(on, grad, intermediate)
     dact(
-        grad,
+        grads,
         row_assignment,
         down,
         pre,
@@ -101,7 +120,7 @@ def experts_backward(
         weighted,
         parts,
         *on.schedule(tile),
-        top_k=on.top_k,
+        top_k=top_k,
         activation=activation,
         tile=tile,
         programs=on.programs,
@@ -113,23 +132,25 @@ def experts_backward(
         bias = {} if down_bias is None else {"grad": grad, "down_bias": down_bias, "expert_offsets": on.offsets}
         reduce_weight_grad(parts, assignment_row, d_weights, **bias)
         d_weights = d_weights.to(topk_weights.dtype)
+    if need_down:
+        d_down = torch.empty_like(down, memory_format=torch.contiguous_format)
+        on.weight_grad("weight_grad_down", grads, weighted, d_down, gather=None if top_k is None else "left")
     # Each buffer of rows is let go of before the next is asked for, so that both can be one.
+    del weighted, grads
     if need_x:
         d_rows = x.new_empty(rows, x.shape[1])
         on.product("token_grad", d_pre, _halves(gate_up, halves), None, d_rows, transposed=True)
         d_x = torch.empty_like(x)
         combine(d_rows, None, assignment_row, d_x)
         del d_rows
-    if need_down:
-        d_down = torch.empty_like(down, memory_format=torch.contiguous_format)
-        on.weight_grad("weight_grad_down", grad, weighted, d_down, gather="left")
-    del weighted
     if need_down_bias:
         d_down_bias = down.new_empty(down.shape[:2])
         grouped_sum(grad, on.offsets, d_down_bias, row_assignment=row_assignment, topk_weights=weights, top_k=on.top_k)
     if need_gate_up:
         d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        on.weight_grad("weight_grad_up", d_pre, x, _halves(d_gate_up, halves), gather="right")
+        tokens, top_k = _rows_of_tokens(on, x, intermediate)
+        gather: Side = None if top_k is None else "right"
+        on.weight_grad("weight_grad_up", d_pre, tokens, _halves(d_gate_up, halves), gather=gather)
     if need_gate_up_bias:
         d_gate_up_bias = gate_up.new_empty(gate_up.shape[:2])
         grouped_sum(d_pre, on.offsets, d_gate_up_bias)
