@@ -89,3 +89,21 @@ def test_its_numbers_are_those_of_the_results() -> None:
         assert all(f"{gap:.1e}".replace("e-0", "e-") in TEXT for gap in gaps if gap)
     for run in json.loads((folder / "train.json").read_text())["runs"].values():
         assert f"{run['tokens_per_second']:,.0f}" in TEXT
+
+
+def test_the_block_is_ahead_as_the_table_says() -> None:
+    """Every row of the block's table follows from the committed result."""
+    result = json.loads((ROOT / "profiles" / "results" / "h200" / "moe_block.json").read_text())
+    assert result["provenance"]["gpu"] and result["provenance"]["commit"] and result["check"]
+    assert len(result["cases"]) == 8
+    for case in result["cases"]:
+        ours, peer = case["blocks"]["staticmoe"], case["blocks"]["grouped_mm"]
+        row = [
+            str(case["tokens"]),
+            *(f"{block['forward']['tflops']:.0f}" for block in (ours, peer)),
+            *(f"{block['both']['ms']:.1f}" for block in (ours, peer)),
+            *(f"{block['both']['share']:.0%}" for block in (ours, peer)),
+            *(f"{block['saved_gib']:.2f}" for block in (ours, peer)),
+        ]
+        assert f" | {' | '.join(row)} |" in TEXT
+        assert ours["both"]["ms"] < peer["both"]["ms"] and ours["forward"]["ms"] < peer["forward"]["ms"]
