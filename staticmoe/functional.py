@@ -201,9 +201,12 @@ def experts(
 
     Keeps x and the pre-activation for the backward, nothing else. "relu2" has no gate: its `gate_up` is [E,I,H].
 
+    Weights whose gate and up rows alternate go in as the view `w.unflatten(1, (I, 2)).transpose(1, 2)`, [E,2,I,H]: the
+    kernels read and write such a view where it lies.
+
     Shapes:
-        x [T,H]; topk_weights [T,K]; gate_up [E,2I,H], gate rows first; down [E,H,I]; gate_up_bias [E,2I];
-        down_bias [E,H]; weights and biases in the dtype of x. Returns [T,H].
+        x [T,H]; topk_weights [T,K]; gate_up [E,2I,H], gate rows first, or [E,2,I,H] of any strides; down [E,H,I];
+        gate_up_bias [E,2I] or [E,2,I]; down_bias [E,H]; weights and biases in the dtype of x. Returns [T,H].
     Raises:
         ConfigError: an unknown activation, a shape or dtype that does not fit.
     Graph-safe: yes.
@@ -217,9 +220,12 @@ def experts(
     _need_shape("topk_weights", topk_weights, tuple(plan.assignment_row.shape), "the routing that the plan was made of")
     _need_shape("x", x, (plan.assignment_row.shape[0], hidden), "the tokens that the plan was made of")
     _need_shape("down", down, (plan.num_experts, hidden, intermediate), "[E,H,I]")
-    _need_shape("gate_up", gate_up, (plan.num_experts, width, hidden), f"[E,{width},H] for {activation}")
+    halves = (width // intermediate, intermediate)
+    rows = halves if gate_up.dim() == 4 else (width,)
+    _need_shape("gate_up", gate_up, (plan.num_experts, *rows, hidden), f"[E,{width},H] for {activation}")
     if gate_up_bias is not None:
-        _need_shape("gate_up_bias", gate_up_bias, (plan.num_experts, width), "one per row of gate_up")
+        rows = halves if gate_up_bias.dim() == 3 else (width,)
+        _need_shape("gate_up_bias", gate_up_bias, (plan.num_experts, *rows), "one per row of gate_up")
     if down_bias is not None:
         _need_shape("down_bias", down_bias, (plan.num_experts, hidden), "one per row of down")
     named = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}

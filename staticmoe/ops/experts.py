@@ -46,17 +46,16 @@ def experts(
         expert_offsets [E+1]; row_assignment [R]; assignment_row [T,K].
     Graph-safe: yes.
     """
-    return reference.experts_forward(
-        x,
-        topk_weights,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        expert_offsets,
-        row_assignment,
-        assignment_row,
-        activation,
+    plan = (expert_offsets, row_assignment, assignment_row)
+    rows, row_bias = _as_rows(gate_up, gate_up_bias)
+    return reference.experts_forward(x, topk_weights, rows, down, row_bias, down_bias, *plan, activation)
+
+
+def _as_rows(gate_up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """[E,2,I,H] and [E,2,I] as [E,2I,H] and [E,2I], the gate first; copies where the halves do not lie so."""
+    return (
+        gate_up if gate_up.dim() == 3 else gate_up.flatten(1, 2),
+        bias if bias is None or bias.dim() == 2 else bias.flatten(1, 2),
     )
 
 
@@ -79,8 +78,7 @@ def _(
     from staticmoe.ops.launch.operands import serves
 
     operands = (x, topk_weights, gate_up, down, gate_up_bias, down_bias, expert_offsets, row_assignment, assignment_row)
-    served = serves(x.dtype, down.shape[0], *down.shape[1:])
-    run = launch.experts_forward if served else reference.experts_forward
+    run = launch.experts_forward if serves(x.dtype, *down.shape) else experts._init_fn
     return run(*operands, activation)
 
 
@@ -97,7 +95,7 @@ def _(
     assignment_row: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(row_assignment.shape[0], gate_up.shape[1])
+    return x.new_empty(x.shape), x.new_empty(row_assignment.shape[0], gate_up.shape[1:-1].numel())
 
 
 @torch.library.custom_op(
@@ -131,8 +129,10 @@ def experts_backward(
     Graph-safe: yes.
     """
     plan = (expert_offsets, row_assignment, assignment_row)
-    grads = reference.experts_backward(grad, x, pre, topk_weights, gate_up, down, down_bias, *plan, activation, needs)
-    return _filled(x, grads)
+    rows, _ = _as_rows(gate_up, None)
+    grads = reference.experts_backward(grad, x, pre, topk_weights, rows, down, down_bias, *plan, activation, needs)
+    inputs = (x, topk_weights, gate_up, down, gate_up_bias, down_bias)
+    return _filled(x, [g if g is None or t is None else g.view(t.shape) for g, t in zip(grads, inputs, strict=True)])
 
 
 def _filled(like: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -161,9 +161,10 @@ def _(
     from staticmoe.ops.launch.operands import serves
 
     plan = (expert_offsets, row_assignment, assignment_row)
-    served = serves(x.dtype, down.shape[0], *down.shape[1:])
-    run = launch.experts_backward if served else reference.experts_backward
-    return _filled(x, run(grad, x, pre, topk_weights, gate_up, down, down_bias, *plan, activation, needs))
+    operands = (x, topk_weights, gate_up, down, gate_up_bias, down_bias)
+    if not serves(x.dtype, *down.shape):
+        return experts_backward._init_fn(grad, pre, *operands, *plan, activation, needs)
+    return _filled(x, launch.experts_backward(grad, pre, *operands, *plan, activation, needs))
 
 
 @experts_backward.register_fake

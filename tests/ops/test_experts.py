@@ -275,3 +275,31 @@ def test_refusals_name_value_and_fix(change: dict[str, Any], words: str, case: C
         setattr(c, name, value)
     with pytest.raises(ConfigError, match=words):
         c.run()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_alternating_gate_rows_go_in_as_a_view(
+    bias: bool, device: torch.device, case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
+) -> None:
+    """Weights stored gate, up, gate, up: the same output, and the gradients lie in the user's own order."""
+    c = case(12, 2, 4, 16, 8, device=device, bias=bias)
+    want = c.run()
+    direction = torch.randn_like(want)
+    wanted = gradients(want, c.floats(), direction)
+
+    def alternate(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.detach().unflatten(1, (2, 8)).transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
+
+    def view(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.unflatten(1, (8, 2)).transpose(1, 2)
+
+    weight, added = alternate(c.gate_up), alternate(c.gate_up_bias)
+    got = functional.experts(
+        c.x, c.weights, c.plan, view(weight), c.down, gate_up_bias=view(added), down_bias=c.down_bias
+    )
+    assert error(got, want) < 1e-14
+    named = {"gate_up": weight, **({"gate_up_bias": added} if bias else {})}
+    for name, grad in gradients(got, named, direction).items():
+        assert error(grad, alternate(wanted[name]).detach()) < 1e-13, name

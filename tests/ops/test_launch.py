@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from staticmoe import reference
+from staticmoe import ops, reference
 from staticmoe.reference import ACTIVATIONS
 
 pytest.importorskip("triton")
@@ -66,9 +66,7 @@ def test_the_block_and_every_gradient(
     grad = torch.randn_like(want)
     # The derivative belongs to the pre-activation that was rounded.
     operands, wide = block(c, dtype), block(c, torch.float64)
-    got = experts_launch.experts_backward(
-        grad.to(dtype), operands[0], pre, *operands[1:4], operands[5], *operands[6:], activation, [True] * 6
-    )
+    got = experts_launch.experts_backward(grad.to(dtype), pre, *operands, activation, [True] * 6)
     wants = reference.experts_backward(
         grad.to(dtype).double(), wide[0], pre.double(), *wide[1:4], wide[5], *wide[6:], activation, [True] * 6
     )
@@ -95,9 +93,74 @@ def test_copied_rows_give_the_same_bits(
     for copy_from in (1 << 30, 0):
         monkeypatch.setattr(experts_launch, "_COPY_FROM", copy_from)
         y, pre = experts_launch.experts_forward(*operands, activation)
-        rest = (*operands[1:4], operands[5], *operands[6:], activation, [True] * 6)
-        found.append([y, *experts_launch.experts_backward(grad, operands[0], pre, *rest)])
+        found.append([y, *experts_launch.experts_backward(grad, pre, *operands, activation, [True] * 6)])
     assert all(torch.equal(gathered, copied) for gathered, copied in zip(*found, strict=True))
+
+
+def test_alternating_gate_rows_are_read_and_written_where_they_lie(case: Callable[..., Any]) -> None:
+    """Such a view gives, bit for bit, what sorted weights give; its gradient has the strides of the view."""
+    c = small_case(case, torch.float32, bias=True)
+    operands = block(c, torch.float32)
+    other = list(operands)
+    for place, dim in ((2, 3), (4, 2)):
+        sorted_rows = operands[place].unflatten(1, (2, 24))
+        other[place] = sorted_rows.transpose(1, 2).contiguous().transpose(1, 2)
+        assert other[place].dim() == dim + 1 and not other[place].is_contiguous()
+    grad = torch.randn_like(operands[0])
+    found = []
+    for given in (operands, other):
+        y, pre = experts_launch.experts_forward(*given, "swiglu")
+        found.append([y, *experts_launch.experts_backward(grad, pre, *given, "swiglu", [True] * 6)])
+    for plain, viewed in zip(*found, strict=True):
+        assert torch.equal(plain, viewed.reshape(plain.shape))
+    assert found[1][3].stride() == other[2].stride() and found[1][5].stride() == other[4].stride()
+
+
+def skew(number: int, tokens: int, experts: int) -> Tensor:
+    """Routing [tokens,3]: even, to three experts alone, some tokens masked, most to one, by turns."""
+    if number % 4 == 1:
+        return torch.tensor([[number % experts, (number + 1) % experts, (number + 2) % experts]] * tokens)
+    ids = torch.stack([torch.randperm(experts)[:3] for _ in range(tokens)])
+    if number % 4 == 2:
+        ids[torch.rand(tokens) < 0.5] = -1
+    if number % 4 == 3:
+        ids[1:] = torch.tensor([0, -1, -1])
+    return ids
+
+
+def test_twenty_skews_through_one_graph(case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]) -> None:
+    """Plan, block and every gradient follow the routing of the moment, not that of the capture, in the same memory."""
+    c = small_case(case, torch.float32, bias=True)
+    floats = block(c, torch.float32)[:6]
+    ids, grad = c.ids.clone(), torch.randn_like(c.x)
+    outputs: list[Tensor] = []
+
+    def step() -> None:
+        plan = plan_launch.make_plan(ids, floats[1], 5, 63, None, None, False)
+        rows = plan[2:]
+        y, pre = experts_launch.experts_forward(*floats, *rows, "swiglu")
+        outputs[:] = [y, *experts_launch.experts_backward(grad, pre, *floats, *rows, "swiglu", [True] * 6), *plan]
+
+    step()
+    replay = step
+    if ON_GPU:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        replay = graph.replay
+    for number in range(20 if ON_GPU else 8):
+        ids.copy_(skew(number, 21, 5))
+        replay()
+        plan = reference.make_plan(ids, floats[1], num_experts=5, capacity_rows=63)
+        rows = (plan.expert_offsets, plan.row_assignment, plan.assignment_row)
+        wide = [tensor.double() for tensor in floats]
+        y, pre = reference.experts_forward(*wide, *rows, "swiglu")
+        rest = (*wide[1:4], wide[5], *rows, "swiglu", [True] * 6)
+        wants = [y, *reference.experts_backward(grad.double(), wide[0], pre, *rest)]
+        for name, got, want in zip(("y", *NAMES), outputs, wants, strict=False):
+            assert error(got.double(), want) < TOLERANCES[torch.float32], (number, name)
+        assert all(torch.equal(a, b) for a, b in zip(outputs[9:], rows, strict=True)), number
+        assert torch.equal(outputs[7], plan.tokens_per_expert), number
 
 
 def test_only_what_is_needed(case: Callable[..., Any]) -> None:
@@ -105,7 +168,7 @@ def test_only_what_is_needed(case: Callable[..., Any]) -> None:
     c = small_case(case, torch.float32, bias=True)
     operands = block(c, torch.float32)
     _, pre = experts_launch.experts_forward(*operands, "swiglu")
-    arguments = (torch.randn_like(operands[0]), operands[0], pre, *operands[1:4], operands[5], *operands[6:], "swiglu")
+    arguments = (torch.randn_like(operands[0]), pre, *operands, "swiglu")
     every = experts_launch.experts_backward(*arguments, [True] * 6)
     for number in range(6):
         needs = [n == number for n in range(6)]
@@ -185,9 +248,45 @@ def test_a_doomed_block_is_zeros(case: Callable[..., Any]) -> None:
     y, pre = experts_launch.experts_forward(*tensors, *rows, "swiglu")
     assert not y.any()
     grads = experts_launch.experts_backward(
-        torch.full_like(y, float("nan")), tensors[0], pre, *tensors[1:4], tensors[5], *rows, "swiglu", [True] * 6
+        torch.full_like(y, float("nan")), pre, *tensors, *rows, "swiglu", [True] * 6
     )
     assert all(grad is not None and not grad.any() for grad in grads)
+
+
+def on_a_gpu(op: Any) -> Callable[..., Any]:
+    """What is registered for a GPU, called where the kernels run."""
+    return op._backend_fns["cuda"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_registered_is_the_op(
+    dtype: torch.dtype, case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
+) -> None:
+    """Every op's implementation for a GPU takes the op's arguments and gives its results; fp64 runs plain PyTorch."""
+    c = small_case(case, dtype, bias=True)
+    operands = block(c, dtype)
+    plan, grad, needs = operands[6:], torch.randn_like(operands[0]), [True] * 6
+    logits = torch.randn(21, 5, device=DEVICE, dtype=dtype)
+    route = (logits, None, None, 3, "softmax", True, 1.0, 1, 1)
+    rows = torch.randn(63, 40, device=DEVICE, dtype=dtype)
+    y, pre = on_a_gpu(ops.experts.experts)(*operands, "swiglu")
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.experts.experts, (*operands, "swiglu")),
+        (ops.experts.experts_backward, (grad, pre, *operands, "swiglu", needs)),
+        (ops.grouped_linear.grouped_linear, (operands[0], operands[2], *plan, True)),
+        (ops.grouped_linear.grouped_linear_backward, (pre, operands[0], operands[2], *plan, True, [True, False])),
+        (ops.combine.combine, (rows, operands[1], *plan)),
+        (ops.combine.combine_backward, (grad, rows, operands[1], *plan)),
+        (ops.plan.make_plan, (c.ids, operands[1], 5, 63, None)),
+        (ops.routing.route, route),
+        (ops.routing.route_backward, (operands[1], logits, c.ids, "softmax", True, 1.0)),
+    ]
+    for op, arguments in calls:
+        got, want = on_a_gpu(op)(*arguments), op._init_fn(*arguments)
+        pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+        for mine, theirs in pairs:
+            assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, op
+            assert error(mine.double(), theirs.double()) < TOLERANCES[torch.float32], op
 
 
 def test_what_the_kernels_serve() -> None:

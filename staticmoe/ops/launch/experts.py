@@ -36,9 +36,9 @@ def _rows_of_tokens(on: Products, tokens: Tensor, intermediate: int) -> tuple[Te
     return rows, None
 
 
-def _halves(tensor: Tensor, halves: int) -> Tensor:
-    """[E,G*I,...] as [E,G,I,...], the gate in front."""
-    return tensor.unflatten(1, (halves, tensor.shape[1] // halves))
+def _halves(tensor: Tensor, halves: int, dims: int) -> Tensor:
+    """[E,G*I,...] as [E,G,I,...] of `dims` dimensions, the gate in front; what has them stays as it is."""
+    return tensor if tensor.dim() == dims else tensor.unflatten(1, (halves, tensor.shape[1] // halves))
 
 
 def experts_forward(
@@ -67,8 +67,8 @@ def experts_forward(
     up(
         tokens,
         row_assignment,
-        _halves(gate_up, halves),
-        None if gate_up_bias is None else _halves(gate_up_bias, halves),
+        _halves(gate_up, halves, 4),
+        None if gate_up_bias is None else _halves(gate_up_bias, halves, 3),
         pre,
         act,
         *on.schedule(tile),
@@ -87,11 +87,12 @@ def experts_forward(
 
 def experts_backward(
     grad: Tensor,
-    x: Tensor,
     pre: Tensor,
+    x: Tensor,
     topk_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     expert_offsets: Tensor,
     row_assignment: Tensor,
@@ -139,19 +140,20 @@ def experts_backward(
     del weighted, grads
     if need_x:
         d_rows = x.new_empty(rows, x.shape[1])
-        on.product("token_grad", d_pre, _halves(gate_up, halves), None, d_rows, transposed=True)
+        on.product("token_grad", d_pre, _halves(gate_up, halves, 4), None, d_rows, transposed=True)
         d_x = torch.empty_like(x)
         combine(d_rows, None, assignment_row, d_x)
         del d_rows
-    if need_down_bias:
-        d_down_bias = down.new_empty(down.shape[:2])
+    if need_down_bias and down_bias is not None:
+        d_down_bias = torch.empty_like(down_bias)
         grouped_sum(grad, on.offsets, d_down_bias, row_assignment=row_assignment, topk_weights=weights, top_k=on.top_k)
     if need_gate_up:
-        d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        # Laid out as the weight, so that the gradient of a view is one too.
+        d_gate_up = torch.empty_like(gate_up)
         tokens, top_k = _rows_of_tokens(on, x, intermediate)
         gather: Side = None if top_k is None else "right"
-        on.weight_grad("weight_grad_up", d_pre, tokens, _halves(d_gate_up, halves), gather=gather)
-    if need_gate_up_bias:
-        d_gate_up_bias = gate_up.new_empty(gate_up.shape[:2])
+        on.weight_grad("weight_grad_up", d_pre, tokens, _halves(d_gate_up, halves, 4), gather=gather)
+    if need_gate_up_bias and gate_up_bias is not None:
+        d_gate_up_bias = torch.empty_like(gate_up_bias)
         grouped_sum(d_pre, on.offsets, d_gate_up_bias)
     return d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
