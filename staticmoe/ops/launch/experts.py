@@ -6,6 +6,7 @@ R capacity rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -85,6 +86,58 @@ def experts_forward(
     return y, pre
 
 
+@dataclasses.dataclass
+class _DActivation:
+    """What the d-activation kernel leaves for the other gradients.
+
+    Attributes:
+        d_pre: [R,G*I], gradient of the pre-activation.
+        weighted: [R,I], routing weight times activation.
+        parts: [R,N] fp32, parts of the routing weights' gradient.
+        rows: what `dact` read of the output's gradient: tokens [T,H], or rows [R,H] with a top_k of None.
+        top_k: K or None.
+    """
+
+    d_pre: Tensor
+    weighted: Tensor
+    parts: Tensor
+    rows: Tensor
+    top_k: int | None
+
+
+def _d_activation(
+    on: Products, grad: Tensor, pre: Tensor, weights: Tensor, down: Tensor, activation: str
+) -> _DActivation:
+    """Launch the d-activation kernel; `weights` are the routing weights, fp32."""
+    rows, intermediate = on.row_assignment.shape[0], down.shape[2]
+    tile = on.tile("dact")
+    tokens, top_k = _rows_of_tokens(on, grad, intermediate)
+    made = _DActivation(
+        d_pre=torch.empty_like(pre),
+        weighted=grad.new_empty(rows, intermediate),
+        parts=weights.new_empty(rows, weight_parts(intermediate, tile)),
+        rows=tokens,
+        top_k=top_k,
+    )
+    dact(
+        tokens,
+        on.row_assignment,
+        down,
+        pre,
+        weights,
+        made.d_pre,
+        made.weighted,
+        made.parts,
+        *on.schedule(tile),
+        top_k=top_k,
+        activation=activation,
+        tile=tile,
+        programs=on.programs,
+        allow_tf32=on.allow_tf32,
+    )
+    return made
+
+
 def experts_backward(
     grad: Tensor,
     pre: Tensor,
@@ -100,60 +153,48 @@ def experts_backward(
     activation: str,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients in the order of `staticmoe.reference.experts_backward`; None where not needed."""
+    """Return the gradients in the order of `staticmoe.reference.experts_backward`; None where not needed.
+
+    Each buffer of rows is let go of before the next is asked for, so that both can be one.
+    """
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     on = Products(x.dtype, expert_offsets, row_assignment, assignment_row)
-    rows, intermediate = row_assignment.shape[0], down.shape[2]
     halves = 2 if is_gated(activation) else 1
     grad, x, gate_up, down = whole_rows(grad), whole_rows(x), aligned(gate_up), aligned(down)
     weights = topk_weights.float().contiguous()
-    tile = on.tile("dact")
-    d_pre, weighted = torch.empty_like(pre), x.new_empty(rows, intermediate)
-    parts = weights.new_empty(rows, weight_parts(intermediate, tile))
-    grads, top_k = _rows_of_tokens(on, grad, intermediate)
-    dact(
-        grads,
-        row_assignment,
-        down,
-        pre,
-        weights,
-        d_pre,
-        weighted,
-        parts,
-        *on.schedule(tile),
-        top_k=top_k,
-        activation=activation,
-        tile=tile,
-        programs=on.programs,
-        allow_tf32=on.allow_tf32,
-    )
     d_x = d_weights = d_gate_up = d_down = d_gate_up_bias = d_down_bias = None
+    made = _d_activation(on, grad, pre, weights, down, activation)
+    d_pre = made.d_pre
     if need_weights:
         d_weights = torch.empty_like(weights)
         bias = {} if down_bias is None else {"grad": grad, "down_bias": down_bias, "expert_offsets": on.offsets}
-        reduce_weight_grad(parts, assignment_row, d_weights, **bias)
+        reduce_weight_grad(made.parts, assignment_row, d_weights, **bias)
         d_weights = d_weights.to(topk_weights.dtype)
     if need_down:
         d_down = torch.empty_like(down, memory_format=torch.contiguous_format)
-        on.weight_grad("weight_grad_down", grads, weighted, d_down, gather=None if top_k is None else "left")
-    # Each buffer of rows is let go of before the next is asked for, so that both can be one.
-    del weighted, grads
+        gather: Side = None if made.top_k is None else "left"
+        on.weight_grad("weight_grad_down", made.rows, made.weighted, d_down, gather=gather)
+    del made
     if need_x:
-        d_rows = x.new_empty(rows, x.shape[1])
-        on.product("token_grad", d_pre, _halves(gate_up, halves, 4), None, d_rows, transposed=True)
-        d_x = torch.empty_like(x)
-        combine(d_rows, None, assignment_row, d_x)
-        del d_rows
+        d_x = _token_gradient(on, d_pre, _halves(gate_up, halves, 4), torch.empty_like(x))
     if need_down_bias and down_bias is not None:
         d_down_bias = torch.empty_like(down_bias)
         grouped_sum(grad, on.offsets, d_down_bias, row_assignment=row_assignment, topk_weights=weights, top_k=on.top_k)
     if need_gate_up:
         # Laid out as the weight, so that the gradient of a view is one too.
         d_gate_up = torch.empty_like(gate_up)
-        tokens, top_k = _rows_of_tokens(on, x, intermediate)
-        gather: Side = None if top_k is None else "right"
+        tokens, top_k = _rows_of_tokens(on, x, down.shape[2])
+        gather = None if top_k is None else "right"
         on.weight_grad("weight_grad_up", d_pre, tokens, _halves(d_gate_up, halves, 4), gather=gather)
     if need_gate_up_bias and gate_up_bias is not None:
         d_gate_up_bias = torch.empty_like(gate_up_bias)
         grouped_sum(d_pre, on.offsets, d_gate_up_bias)
     return d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
+
+
+def _token_gradient(on: Products, d_pre: Tensor, gate_up: Tensor, out: Tensor) -> Tensor:
+    """Write the gradient of the tokens [T,H] from that of the pre-activation; returns `out`."""
+    d_rows = out.new_empty(on.row_assignment.shape[0], out.shape[1])
+    on.product("token_grad", d_pre, gate_up, None, d_rows, transposed=True)
+    combine(d_rows, None, on.assignment_row, out)
+    return out
