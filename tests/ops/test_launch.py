@@ -19,7 +19,7 @@ from staticmoe.ops.launch import experts as experts_launch  # noqa: E402
 from staticmoe.ops.launch import grouped_linear as linear_launch  # noqa: E402
 from staticmoe.ops.launch import plan as plan_launch  # noqa: E402
 from staticmoe.ops.launch import routing as routing_launch  # noqa: E402
-from staticmoe.ops.launch.operands import aligned, serves  # noqa: E402
+from staticmoe.ops.launch.operands import aligned, serves, wants_tf32  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -298,3 +298,20 @@ def test_what_the_kernels_serve() -> None:
     fit = aligned(odd)
     assert fit.is_contiguous() and torch.equal(fit, odd) and fit.data_ptr() != odd.data_ptr()
     assert aligned(fit) is fit
+
+
+def test_tf32_only_when_asked() -> None:
+    """By torch's older switch and by its newer one; never by itself."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.allow_tf32 = False
+        assert not wants_tf32()
+        matmul.allow_tf32 = True
+        assert wants_tf32()
+        matmul.fp32_precision = "ieee"
+        assert not wants_tf32()
+        matmul.fp32_precision = "tf32"
+        assert wants_tf32()
+    finally:
+        matmul.fp32_precision = before

@@ -62,3 +62,9 @@ def aligned(tensor: Tensor) -> Tensor:
 def whole_rows(tensor: Tensor) -> Tensor:
     """Rows without gaps between them, starting at 16 bytes."""
     return aligned(tensor.contiguous())
+
+
+def wants_tf32() -> bool:
+    """Whether torch's own fp32 products may run in tf32, by either of its two switches."""
+    # The older switch raises where the newer one was used.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

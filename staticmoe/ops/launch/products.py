@@ -13,7 +13,7 @@ from staticmoe.kernels.schedule import tile_schedule
 from staticmoe.kernels.tile_table import tile_for
 from staticmoe.kernels.tiles import Tile
 from staticmoe.kernels.weight_grad import Side, weight_grad
-from staticmoe.ops.launch.operands import gpu
+from staticmoe.ops.launch.operands import gpu, wants_tf32
 
 
 class Products:
@@ -34,7 +34,7 @@ class Products:
         self.assignment_row = assignment_row
         self.top_k = assignment_row.shape[1]
         self.programs, self._capability = gpu(expert_offsets.device)
-        self.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+        self.allow_tf32 = wants_tf32()
         self._dtype = dtype
         self._experts, self._rows = expert_offsets.shape[0] - 1, row_assignment.shape[0]
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
