@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,13 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from timing import REPLAYS, WARMUP, capture, ceiling, clean, copy_rate, milliseconds, poison, spread
 from torch import Tensor
 
 from staticmoe import functional
 from staticmoe.observe.nvml import gpu_facts
 
-WARMUP, REPLAYS, REPEATED = 3, 20, 40
+REPEATED = 40
 # Of one result, against fp64: the norm of the difference over the norm. bf16 keeps 8 bits, and what lies between the
 # inputs and a weight gradient is rounded four times.
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -204,12 +204,6 @@ def oracle(p: Problem) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, (x, weights, gate_up, down), p.grad.double())
 
 
-def poison(device: torch.device) -> None:
-    """Leave NaN in the memory that the next allocations get."""
-    held = [torch.full((size,), float("nan"), device=device) for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24)]
-    del held
-
-
 def check(block: Block, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Hold a block against fp64 with every routing; return the largest error of each result.
 
@@ -255,60 +249,6 @@ def check_repeat(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.de
     return REPEATED
 
 
-class Recorded:
-    """A captured call and the tensors that a replay fills."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.results = call()
-        self.replay: Callable[[], None] = self._graph.replay
-
-
-def capture(call: Callable[[], Any]) -> Recorded:
-    """Warm up on a side stream, then record."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    return Recorded(call)
-
-
-def milliseconds(call: Callable[[], Any], count: int = REPLAYS) -> list[float]:
-    """Device times of `count` calls after a warm-up, sorted."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for _ in range(WARMUP):
-        call()
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)
-
-
-def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Median and range in ms."""
-    return {"ms": statistics.median(times), "ms_range": [min(times), max(times)], "replays": len(times)}
-
-
-def ceiling(device: torch.device) -> float:
-    """TFLOP/s of an 8192^3 bf16 product on random data."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * 8192**3 / statistics.median(milliseconds(lambda: torch.mm(a, b, out=out))) / 1e9
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes read and written by a copy of 2 GiB, in TB/s."""
-    source = torch.ones(1 << 30, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / statistics.median(milliseconds(lambda: target.copy_(source))) / 1e9
-
-
 def memory(block: Block, p: Problem, device: torch.device) -> dict[str, float]:
     """GiB saved for the backward beside the inputs, and the peak above inputs and weights, gradients included."""
     mine = {t.untyped_storage().data_ptr() for t in (*p.inputs(), p.ids)}
@@ -342,13 +282,6 @@ def measure(block: Block, p: Problem, device: torch.device) -> dict[str, Any]:
         found[name]["tflops"] = work / found[name]["ms"] / 1e9
         del recorded
     return found
-
-
-def clean(device: torch.device) -> None:
-    """Give back what the last case held."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def provenance(device: torch.device, commit: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_block
+import timing
 import torch
 from moe_block import SHAPES, Problem, Shape
 from torch import Tensor
@@ -230,7 +231,7 @@ class Checker:
         """What is wrong with a candidate, or None."""
         outputs: list[Tensor] = []
         try:
-            moe_block.poison(self.launches.device)
+            timing.poison(self.launches.device)
             outputs = self.launches.calls()[kernel](tile)
             errors = errors_of(kernel, outputs, self.want[kernel])
         except Exception as error:  # a tile that does not compile or fit is a finding
@@ -248,7 +249,7 @@ def time_call(call: Callable[[], Any]) -> list[float]:
         for _ in range(5):
             call()
 
-    return [ms / 5 for ms in moe_block.milliseconds(moe_block.capture(five).replay, 10)]
+    return [ms / 5 for ms in timing.milliseconds(timing.capture(five).replay, 10)]
 
 
 def time_kernels(p: Problem, device: torch.device) -> dict[str, dict[str, float]]:
@@ -300,7 +301,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[st
     cases = []
     for name in arguments.shapes:
         for tokens in arguments.tokens:
-            moe_block.clean(device)
+            timing.clean(device)
             p = moe_block.make_problem(SHAPES[name], tokens, "natural", torch.bfloat16, device)
             launches = Launches(p, device)
             for kernel, call in launches.calls().items():
@@ -395,9 +396,9 @@ def main() -> None:
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = arguments.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     provenance = moe_block.provenance(device, commit)
-    before = moe_block.ceiling(device)
+    before = timing.ceiling(device)
     cases = measure(arguments, device)
-    result = {"provenance": provenance, "ceiling_tflops": [before, moe_block.ceiling(device)], "cases": cases}
+    result = {"provenance": provenance, "ceiling_tflops": [before, timing.ceiling(device)], "cases": cases}
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
