@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from staticmoe.integrations import huggingface
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
 
@@ -19,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_trains() -> None:
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     assert len(code.splitlines()) <= 30
     names: dict[str, Any] = {}
     printed = io.StringIO()
@@ -34,6 +36,13 @@ def test_the_example_trains() -> None:
     # 8 experts of at most 48 rows each, and never more rows than assignments.
     assert names["results"][-1].moe["moe"].capacity_rows == min(256, 8 * 48)
     assert re.fullmatch(r"loss \d\.\d{3}, dropped \d+\.\d%\n", printed.getvalue())
+
+
+def test_the_integration_calls_what_there_is() -> None:
+    """Its model has to be loaded from somewhere, so that it is not executed here; tests/integrations does that."""
+    _, code = blocks("python")
+    called = re.findall(r"huggingface\.(\w+)\(", code)
+    assert called == ["register", "check"] and all(callable(getattr(huggingface, name)) for name in called)
 
 
 def test_the_commands_are_single_lines_and_one_of_them_is_what_ci_runs() -> None:
