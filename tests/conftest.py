@@ -6,6 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -16,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch._dynamo  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 # A runner looks at every tensor that is alive when it is built. What the imports made is none of a test's tensors, and
 # taking it out of the collector's lists halves the time of a build.
@@ -26,6 +28,40 @@ gc.freeze()
 torch.set_num_threads(1)
 
 POISON_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+
+
+# Each of these waits for the device, or makes a shape from a value.
+ASKS_THE_HOST = {
+    "_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "repeat_interleave", "unique", "_unique2",
+    "equal", "is_nonzero", "lift_fresh", "index.Tensor.bool",
+}  # fmt: skip
+
+
+class Dispatched(TorchDispatchMode):
+    """Collects the names of the ops that run, and marks indexing by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if any(index is not None and index.dtype == torch.bool for index in indices):
+            name = "index.Tensor.bool"
+        self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def asking(self) -> set[str]:
+        """Those that wait for the device, or make a shape from a value."""
+        return self.names & ASKS_THE_HOST
+
+
+@pytest.fixture
+def dispatched() -> type[Dispatched]:
+    """A context manager that notes which torch ops run within it."""
+    return Dispatched
 
 
 def pytest_unconfigure() -> None:

@@ -74,6 +74,12 @@ def make_problem(counts: list[int], *, top_k: int = 1, tokens: int | None = None
 
 
 @pytest.fixture
+def kernel_device() -> torch.device:
+    """Where the kernels run."""
+    return KERNEL_DEVICE
+
+
+@pytest.fixture
 def problem() -> Callable[..., Problem]:
     """Builds a routed problem: problem([rows of each expert], top_k=..., spare=...)."""
     return make_problem

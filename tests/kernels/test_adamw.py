@@ -10,7 +10,6 @@ from torch import Tensor
 
 from staticmoe import ops, reference
 from staticmoe.kernels import adamw as kernel
-from tests.kernels.conftest import KERNEL_DEVICE
 
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 5e-7, torch.float16: 1e-3}
 # One parameter of several blocks among small ones; more of them than one launch takes.
@@ -18,17 +17,17 @@ SIZES = [1, 4099, 3, 1025, *range(2, 20), 0, 8192]
 GUARD = 8
 
 
-def row_of(lr: float, beta1: float, beta2: float, eps: float, decay: float) -> Tensor:
-    return torch.tensor([lr, 1 - beta1, 1 - beta2, eps, decay], device=KERNEL_DEVICE)
+def row_of(device: torch.device, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> Tensor:
+    return torch.tensor([lr, 1 - beta1, 1 - beta2, eps, decay], device=device)
 
 
-def operands(sizes: list[int], dtype: torch.dtype) -> list[list[Tensor]]:
+def operands(sizes: list[int], dtype: torch.dtype, device: torch.device) -> list[list[Tensor]]:
     """Parameters, gradients and two moments of each size, with guard elements behind every end."""
     state = torch.float64 if dtype == torch.float64 else torch.float32
 
     def draw(size: int, as_dtype: torch.dtype, positive: bool = False) -> Tensor:
         whole = torch.rand(size + GUARD) if positive else torch.randn(size + GUARD)
-        return whole.to(KERNEL_DEVICE, as_dtype)[:size]
+        return whole.to(device, as_dtype)[:size]
 
     made = [[draw(n, dtype), draw(n, dtype), draw(n, state), draw(n, state, positive=True)] for n in sizes]
     return [list(column) for column in zip(*made, strict=True)]
@@ -42,17 +41,17 @@ def whole(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("veto", [0.0, 1.0])
 def test_every_parameter_is_updated_from_its_own(
-    dtype: torch.dtype, veto: float, error: Callable[[Tensor, Tensor], float]
+    dtype: torch.dtype, veto: float, error: Callable[[Tensor, Tensor], float], kernel_device: torch.device
 ) -> None:
     """Each has its own step count and hyper-parameters; under a veto not one bit moves, NaN gradients or not."""
-    columns = operands(SIZES, dtype)
+    columns = operands(SIZES, dtype, kernel_device)
     if veto:
         for gradient in columns[1]:
             gradient.fill_(float("nan"))
     before = [[whole(t).clone() for t in column] for column in columns]
-    steps = [torch.tensor(float(1 + n % 5), device=KERNEL_DEVICE) for n in range(len(SIZES))]
-    rows = [row_of(1e-2 * (1 + n % 3), 0.9, 0.999, 1e-8, 0.1 * (n % 2)) for n in range(len(SIZES))]
-    flag = torch.tensor(veto, device=KERNEL_DEVICE)
+    steps = [torch.tensor(float(1 + n % 5), device=kernel_device) for n in range(len(SIZES))]
+    rows = [row_of(kernel_device, 1e-2 * (1 + n % 3), 0.9, 0.999, 1e-8, 0.1 * (n % 2)) for n in range(len(SIZES))]
+    flag = torch.tensor(veto, device=kernel_device)
     want = [
         reference.adamw_update(*(t.clone() for t in one), step, row, flag)
         for *one, step, row in zip(*columns, steps, rows, strict=True)
@@ -69,10 +68,10 @@ def test_every_parameter_is_updated_from_its_own(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a graph needs a GPU")
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_a_graph_follows_what_changes_on_the_device(
-    dtype: torch.dtype, error: Callable[[Tensor, Tensor], float]
+    dtype: torch.dtype, error: Callable[[Tensor, Tensor], float], kernel_device: torch.device
 ) -> None:
     """Hyper-parameters, step and veto change between replays."""
-    columns = operands([3, 100_003, 1025], dtype)
+    columns = operands([3, 100_003, 1025], dtype, kernel_device)
     rows = [torch.zeros(5, device="cuda") for _ in range(3)]
     steps, veto = [torch.ones((), device="cuda") for _ in range(3)], torch.ones((), device="cuda")
     ops.adamw.adamw_(*columns, steps, rows, veto)
@@ -81,7 +80,7 @@ def test_a_graph_follows_what_changes_on_the_device(
         ops.adamw.adamw_(*columns, steps, rows, veto)
     for number in range(1, 6):
         for n, (row, step) in enumerate(zip(rows, steps, strict=True)):
-            row.copy_(row_of(1e-2 * number, 0.9 / number, 0.999, 1e-8, 0.1 * n))
+            row.copy_(row_of(kernel_device, 1e-2 * number, 0.9 / number, 0.999, 1e-8, 0.1 * n))
             step.fill_(number + n)
         veto.fill_(number == 3)
         held = [[t.clone() for t in one] for one in zip(*columns, strict=True)]
