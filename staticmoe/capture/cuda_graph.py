@@ -35,7 +35,7 @@ class _Streams:
 
 @functools.cache
 def _streams(device: torch.device) -> _Streams:
-    """One set for all runners of a device: cuBLAS keeps 64 MiB for each stream that has seen a product."""
+    """One set for all runners of a device: cuBLAS keeps a workspace for each stream that has seen a product."""
     return _Streams(*(torch.cuda.Stream(device) for _ in range(3)))
 
 

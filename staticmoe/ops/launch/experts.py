@@ -22,7 +22,7 @@ from staticmoe.ops.launch.products import Products
 from staticmoe.reference import is_gated
 
 # From this I on the tokens are copied to rows first. The copy moves 4·R·H bytes; products of R·H·I terms then read rows
-# by TMA instead of address by address, and win that back.
+# by TMA instead of address by address, and win that back (profiles/results/h200/tile_sweep.json).
 _COPY_FROM = 2048
 # Programs that copy: enough for the memory's rate, whatever the capacity.
 _COPY_PROGRAMS = 4096
