@@ -6,6 +6,8 @@ Letters: G parameter groups, W hyper-parameters of a group that are device value
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,24 @@ class OptimizerAdapter(abc.ABC):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self._create(parameter, group)
+
+    @contextlib.contextmanager
+    def lending(self, gradients: list[Tensor]) -> Iterator[None]:
+        """Let each of `parameters` hold its gradient, and a frozen one none; afterwards `grad` is as the user left it.
+
+        A frozen parameter may still hold a gradient of before it was frozen, which the optimizer would apply.
+        """
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        held = [parameter.grad for parameter in every]
+        try:
+            for parameter in every:
+                parameter.grad = None
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            yield
+        finally:
+            for parameter, before in zip(every, held, strict=True):
+                parameter.grad = before
 
     @abc.abstractmethod
     def _create(self, parameter: Tensor, group: dict[str, Any]) -> None:

@@ -93,24 +93,19 @@ class FusedAdapter(OptimizerAdapter):
     @contextlib.contextmanager
     def _inside(self, gradients: list[Tensor], learning_rates: list[Tensor], veto: Tensor) -> Iterator[None]:
         optimizer = self.optimizer
-        parameters = self.parameters
         options: list[dict[str, Any]] = [
             {key: group[key] for key in ("lr", "fused", "foreach", "capturable") if key in group}
             for group in optimizer.param_groups
         ]
-        held = [parameter.grad for parameter in parameters]
         try:
             for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
                 group.update({"lr": rate, "fused": True, "foreach": False})
                 if "capturable" in group:
                     group["capturable"] = veto.is_cuda
             optimizer.found_inf = veto  # type: ignore[attr-defined]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            yield
+            with self.lending(gradients):
+                yield
         finally:
-            for parameter, gradient_before in zip(parameters, held, strict=True):
-                parameter.grad = gradient_before
             for group, option in zip(optimizer.param_groups, options, strict=True):
                 group.update(option)
             if hasattr(optimizer, "found_inf"):

@@ -65,12 +65,5 @@ class OutsideAdapter(OptimizerAdapter):
 
     def apply(self) -> None:
         """Step the optimizer on the kept gradients, on the user's stream."""
-        parameters = self.parameters
-        held = [parameter.grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = self._gradients[parameter]
+        with self.lending([self._gradients[parameter] for parameter in self.parameters]):
             self.optimizer.step()
-        finally:
-            for parameter, before in zip(parameters, held, strict=True):
-                parameter.grad = before

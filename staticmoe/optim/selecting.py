@@ -62,8 +62,7 @@ class SelectAdapter(OptimizerAdapter):
 
     def create_state(self) -> None:
         """Let torch itself create the state that the first step would create."""
-        parameters = self.parameters
-        with self._inside([torch.zeros_like(parameter) for parameter in parameters]):
+        with self._inside([torch.zeros_like(parameter) for parameter in self.parameters]):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     self._create(parameter, group)
@@ -105,22 +104,17 @@ class SelectAdapter(OptimizerAdapter):
 
     @contextlib.contextmanager
     def _inside(self, gradients: list[Tensor]) -> Iterator[None]:
-        groups, parameters = self.optimizer.param_groups, self.parameters
+        groups, on_gpu = self.optimizer.param_groups, self.parameters[0].is_cuda
         options: list[dict[str, Any]] = [
             {key: group[key] for key in ("capturable", "foreach") if key in group} for group in groups
         ]
-        held = [parameter.grad for parameter in parameters]
-        on_gpu = parameters[0].is_cuda
         try:
             for group in groups:
                 if "capturable" in group:
                     group["capturable"] = on_gpu
                 group["foreach"] = on_gpu
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            yield
+            with self.lending(gradients):
+                yield
         finally:
-            for parameter, gradient_before in zip(parameters, held, strict=True):
-                parameter.grad = gradient_before
             for group, option in zip(groups, options, strict=True):
                 group.update(option)
