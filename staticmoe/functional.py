@@ -15,14 +15,17 @@ Dimensions: T tokens, K top_k, E experts, H hidden, I intermediate, R capacity r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from staticmoe import ops
 from staticmoe.errors import ConfigError
+from staticmoe.ops.experts import MainGrads
 from staticmoe.reference import ACTIVATIONS, SCORE_FUNCTIONS, RoutingPlan, is_gated
 
-__all__ = ["RoutingPlan", "combine", "experts", "grouped_linear", "make_plan", "route"]
+__all__ = ["MainGrads", "RoutingPlan", "combine", "experts", "grouped_linear", "make_plan", "route"]
 
 
 def route(
@@ -196,6 +199,7 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "swiglu",
+    main_grads: MainGrads | None = None,
 ) -> Tensor:
     """Return the whole expert block: dispatch, up, activation, down, combine; differentiable in every float input.
 
@@ -204,9 +208,14 @@ def experts(
     Weights whose gate and up rows alternate go in as the view `w.unflatten(1, (I, 2)).transpose(1, 2)`, [E,2,I,H]: the
     kernels read and write such a view where it lies.
 
+    Both weights may be fp32 beside an x of 16 bits: products run in the dtype of x, on casts that are kept for the
+    backward, and the weight gradients come in fp32 as they were summed. With `main_grads` they are stored in its
+    buffers, or added to them, and autograd sees zeros.
+
     Shapes:
         x [T,H]; topk_weights [T,K]; gate_up [E,2I,H], gate rows first, or [E,2,I,H] of any strides; down [E,H,I];
-        gate_up_bias [E,2I] or [E,2,I]; down_bias [E,H]; weights and biases in the dtype of x. Returns [T,H].
+        gate_up_bias [E,2I] or [E,2,I]; down_bias [E,H]; all in the dtype of x, the weights or both fp32; the buffers
+        of `main_grads` as the weights. Returns [T,H].
     Raises:
         ConfigError: an unknown activation, a shape or dtype that does not fit.
     Graph-safe: yes.
@@ -228,11 +237,19 @@ def experts(
         _need_shape("gate_up_bias", gate_up_bias, (plan.num_experts, *rows), "one per row of gate_up")
     if down_bias is not None:
         _need_shape("down_bias", down_bias, (plan.num_experts, hidden), "one per row of down")
-    named = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    named = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    if gate_up.dtype != torch.float32 or x.dtype not in (torch.bfloat16, torch.float16):
+        named["gate_up"] = gate_up
     for name, tensor in named.items():
         if tensor is not None:
             _need_dtype(name, tensor, x.dtype, "x")
-    y, _ = ops.experts.experts(
+    _need_dtype("down", down, gate_up.dtype, "gate_up")
+    main: tuple[Any, ...] = ()
+    if main_grads is not None:
+        main = (main_grads.gate_up, main_grads.down, main_grads.seen, main_grads.add)
+        _need_shape("main_grads.gate_up", main_grads.gate_up, tuple(gate_up.shape), "as the weight")
+        _need_shape("main_grads.down", main_grads.down, tuple(down.shape), "as the weight")
+    y, *_ = ops.experts.experts(
         x,
         topk_weights,
         gate_up,
@@ -243,6 +260,7 @@ def experts(
         plan.row_assignment,
         plan.assignment_row,
         activation,
+        *main,
     )
     return y
 

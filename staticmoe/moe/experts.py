@@ -64,8 +64,12 @@ class Experts(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, topk_weights: Tensor, plan: RoutingPlan) -> Tensor:
+    def forward(
+        self, x: Tensor, topk_weights: Tensor, plan: RoutingPlan, main_grads: functional.MainGrads | None = None
+    ) -> Tensor:
         """Run the block; under autocast in its dtype, else in that of x, which the parameters must share.
+
+        `main_grads` takes the weights' gradients; see `staticmoe.functional.experts`.
 
         Shapes:
             x [T,H]; topk_weights [T,K]. Returns [T,H].
@@ -87,15 +91,19 @@ class Experts(nn.Module):
         def cast(parameter: Tensor | None) -> Tensor | None:
             return None if parameter is None else parameter.to(dtype)
 
+        weights: tuple[Tensor, Tensor] = (self.gate_up_proj, self.down_proj)
+        if weights[0].dtype != torch.float32:
+            # Of fp32 the block makes its own, so that their gradients are not rounded.
+            weights = (weights[0].to(dtype), weights[1].to(dtype))
         return functional.experts(
             x.to(dtype),
             topk_weights,
             plan,
-            self.gate_up_proj.to(dtype),
-            self.down_proj.to(dtype),
+            *weights,
             gate_up_bias=cast(self.gate_up_proj_bias),
             down_bias=cast(self.down_proj_bias),
             activation=self.activation,
+            main_grads=main_grads,
         )
 
 

@@ -159,7 +159,7 @@ class StaticMoE(nn.Module):
             expert_capacity=shape.expert_capacity,
             **self._doom(binding),
         )
-        y = self.experts(tokens, weights, plan)
+        y = self.experts(tokens, weights, plan, self._main_grads(binding))
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens)
         if binding is not None:
@@ -211,6 +211,10 @@ class StaticMoE(nn.Module):
         self._binding = binding
         self._last_losses = None
 
+    def accumulated_parameters(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Return the parameters whose gradients the backward can add into the buffers that a binding lends."""
+        return self.experts.gate_up_proj, self.experts.down_proj
+
     def commit_step(self, veto: Tensor) -> None:
         """Update the balancing bias from the counts of this step; `veto` is fp32, non-zero to change nothing.
 
@@ -258,6 +262,13 @@ class StaticMoE(nn.Module):
         if binding is None or not binding.dooming:
             return {}
         return {"doomed": binding.doomed, "overflow_dooms": bool(binding.dooming & _CAPACITY_OVERFLOW)}
+
+    def _main_grads(self, binding: StepBinding | None) -> functional.MainGrads | None:
+        """The buffers that the binding lends for the weights' gradients."""
+        if binding is None or not binding.main_grads or not torch.is_grad_enabled():
+            return None
+        gate_up, down = (binding.main_grads[parameter] for parameter in self.accumulated_parameters())
+        return functional.MainGrads(gate_up, down, binding.seen, add=binding.adding)
 
     def _count(self, binding: StepBinding, plan: RoutingPlan, shape: StaticShape) -> None:
         if not binding.in_recompute():

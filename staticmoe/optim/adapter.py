@@ -72,6 +72,7 @@ class OptimizerAdapter(abc.ABC):
     def lending(self, gradients: list[Tensor]) -> Iterator[None]:
         """Let each of `parameters` hold its gradient, and a frozen one none; afterwards `grad` is as the user left it.
 
+        A gradient of another dtype, summed in fp32 for a 16-bit parameter, is rounded to the parameter's.
         A frozen parameter may still hold a gradient of before it was frozen, which the optimizer would apply.
         """
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -80,7 +81,7 @@ class OptimizerAdapter(abc.ABC):
             for parameter in every:
                 parameter.grad = None
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.grad = gradient
+                parameter.grad = gradient.to(parameter.dtype)
             yield
         finally:
             for parameter, before in zip(every, held, strict=True):
@@ -99,6 +100,7 @@ class OptimizerAdapter(abc.ABC):
         """Apply `gradients` where `veto` is 0.
 
         Shapes:
-            gradients: one for each of `parameters`; table [G, W] fp32; veto: fp32 0-dim, exactly 0 or 1.
+            gradients: one for each of `parameters`, of its dtype or fp32; table [G, W] fp32; veto: fp32 0-dim, exactly
+            0 or 1.
         Graph-safe: yes; parameters, state and step counts change on the device only.
         """

@@ -114,15 +114,19 @@ def experts_backward(
     assignment_row: Tensor,
     activation: str,
     needs: Sequence[bool],
+    *,
+    weight_grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, topk_weights, gate_up, down_weight, gate_up_bias, down_bias; None where not needed.
 
     Shapes:
-        grad [T,H]; pre [R,2I]; the rest as in `experts_forward`. Each gradient has the shape and dtype of its input.
+        grad [T,H]; pre [R,2I]; the rest as in `experts_forward`. Each gradient has the shape and dtype of its input,
+        those of the weights `weight_grad_dtype` (default: as their input), summed in it.
     Graph-safe: yes; `needs` is fixed when the iteration is built.
     """
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     dtype = compute_dtype(pre.dtype)
+    wide = pre.dtype if weight_grad_dtype is None else weight_grad_dtype
     grad_rows = gather_rows(grad, row_assignment, assignment_row.shape[1])
     weight_rows = gather_weights(topk_weights, row_assignment).to(dtype)
     act = activate(pre, activation).to(dtype)
@@ -137,7 +141,8 @@ def experts_backward(
             inner = inner + (grad_rows.to(dtype) * bias_rows.to(dtype)).sum(-1)
         d_weights = _to_assignments(inner[:, None], assignment_row).to(topk_weights.dtype)
     if need_down:
-        d_down = grouped_weight_grad(grad_rows, (weight_rows * act).to(pre.dtype), expert_offsets)
+        weighted = (weight_rows * act).to(pre.dtype)
+        d_down = grouped_weight_grad(grad_rows.to(wide), weighted.to(wide), expert_offsets)
     if need_down_bias:
         d_down_bias = grouped_sum((weight_rows * grad_rows.to(dtype)).to(grad_rows.dtype), expert_offsets)
     if need_x or need_gate_up or need_gate_up_bias:
@@ -146,7 +151,7 @@ def experts_backward(
             d_x = gather_to_tokens(grouped_mm(d_pre, gate_up.transpose(1, 2), expert_offsets), assignment_row)
         if need_gate_up:
             x_rows = gather_rows(x, row_assignment, assignment_row.shape[1])
-            d_gate_up = grouped_weight_grad(d_pre, x_rows, expert_offsets)
+            d_gate_up = grouped_weight_grad(d_pre.to(wide), x_rows.to(wide), expert_offsets)
         if need_gate_up_bias:
             d_gate_up_bias = grouped_sum(d_pre, expert_offsets)
     return d_x, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from staticmoe.config import RunnerConfig
-from staticmoe.errors import CaptureError, ConfigError, ModelError
+from staticmoe.errors import ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
 from staticmoe.optim.adapter import OptimizerAdapter
 from staticmoe.runner.commit import Shadow
+from staticmoe.runner.gradients import GradientSum
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
 from staticmoe.runner.inputs import InputRing
 from staticmoe.runner.participants import StepBinding, StepParticipant
@@ -72,6 +73,7 @@ class Wrapped:
             scratch = self.scratch[name]
             binding.fields = dict(scratch) if records is None else {f: records.field(name, f) for f in scratch}
             binding.training = training
+            binding.main_grads = {}
             binding.dooming = GuardPolicy.of(self.config).dooms if training else 0
             binding.capacity = self.config.train_capacity if training else self.config.eval_capacity
             binding.take_losses()
@@ -124,6 +126,9 @@ class TrainIteration:
         self._records: RecordRing | None = None
         self.scalar_names: tuple[str, ...] = ()
         self.gradients: list[Tensor] = []
+        self._sum = GradientSum(
+            adapter.parameters, self.gradient_names, wrapped.participants, wrapped.bindings, len(inputs.batches)
+        )
 
     @property
     def gradient_names(self) -> list[str]:
@@ -180,19 +185,18 @@ class TrainIteration:
         weights = self._weights(batches)
         scalars: dict[str, Tensor] = {}
         total: Tensor | None = None
-        gradients: list[Tensor] = []
+        self._sum.begin()
         for batch, weight in zip(batches, weights, strict=True):
+            self._sum.enter()
             loss, auxiliary, metrics = self._micro_batch(batch)
             share = weight if self._wrapped.config.loss_reduction == "tokens" else 1 / len(batches)
-            objective = loss * weight + auxiliary * share
-            part = self._differentiate(objective)
-            gradients = part if total is None else list(torch._foreach_add(gradients, part))
+            self._sum.add(loss * weight + auxiliary * share)
             weighted = loss.detach() * weight
             total = weighted if total is None else total + weighted
             for name, value in metrics.items():
                 scalars[name] = scalars[name] + value * share if name in scalars else value * share
         assert total is not None, "there is at least one micro-batch"
-        return total, scalars, gradients
+        return total, scalars, self._sum.end()
 
     def _weights(self, batches: list[Any]) -> list[float | Tensor]:
         """Factor of each micro-batch's loss."""
@@ -226,35 +230,6 @@ class TrainIteration:
                 f"loss_fn metrics: expected names that the runner does not use, got {sorted(clash)}; rename them"
             )
         return loss, auxiliary, {**terms, **metrics}
-
-    def _differentiate(self, objective: Tensor) -> list[Tensor]:
-        """Gradients by torch.autograd.grad: no accumulation node, so none can remember a stale stream."""
-        parameters = self._adapter.parameters
-        if not objective.requires_grad:
-            raise ModelError("loss_fn: expected a loss that depends on a trained parameter, got one without a gradient")
-        try:
-            gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant=True" in str(error):
-                raise CaptureError(
-                    "activation checkpointing: expected use_reentrant=False, got use_reentrant=True"
-                ) from error
-            raise
-        if any(gradient is None for gradient in gradients):
-            missing = [name for name, g in zip(self.gradient_names, gradients, strict=True) if g is None]
-            raise ModelError(
-                f"{len(missing)} trainable parameters in the optimizer get no gradient from the loss: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; call requires_grad_(False) on them, "
-                "or let the loss use them"
-            )
-        return [_laid_out_like(p, g) for p, g in zip(parameters, gradients, strict=True)]
-
-
-def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient` with the strides of `parameter`: fused optimizers walk both by one index, expanded ones too."""
-    if gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
 
 
 class EvalIteration:

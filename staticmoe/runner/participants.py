@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from staticmoe.config import CapacityPolicy
 
@@ -48,6 +48,10 @@ class StepBinding:
         token_mask: bool tensor of the current micro-batch, True for real tokens, or None.
         training: whether the current iteration is a training step.
         entered: how many times a forward has reached the participant since the runner last cleared it.
+        main_grads: parameter -> buffer of its shape that takes its gradient in the backward, for all of the
+            participant's `accumulated_parameters` or for none; fp32, or fp64 for fp64.
+        seen: 0-dim zero of those parameters' dtype, whose expansion autograd gets as their gradient.
+        adding: add to what the buffers hold; False in the first micro-batch, which stores.
     """
 
     def __init__(self, fields: Mapping[str, Tensor], reasons: Tensor, doomed: Tensor, capacity: CapacityPolicy) -> None:
@@ -60,6 +64,9 @@ class StepBinding:
         self.token_mask: Tensor | None = None
         self.training = True
         self.entered = 0
+        self.main_grads: Mapping[nn.Parameter, Tensor] = {}
+        self.seen = doomed
+        self.adding = False
         self._losses: list[LossTerm] = []
 
     @staticmethod
@@ -88,6 +95,14 @@ class StepBinding:
         """Return the losses handed over since the last call, and forget them."""
         losses, self._losses = self._losses, []
         return losses
+
+
+@runtime_checkable
+class GradientAccumulator(Protocol):
+    """A participant whose backward can add weight gradients into buffers that the runner lends it."""
+
+    def accumulated_parameters(self) -> Sequence[nn.Parameter]:
+        """Return those parameters, of one dtype."""
 
 
 @runtime_checkable

@@ -209,7 +209,7 @@ def test_frozen_operands_cost_nothing(device: torch.device, case: Callable[..., 
         assert torch.equal(grad, full[name]), name
     plan = (c.plan.expert_offsets, c.plan.row_assignment, c.plan.assignment_row)
     tensors = [tensor.detach() for tensor in c.floats().values()]
-    y, pre = ops.experts.experts(*tensors, *plan, c.activation)
+    y, pre, *_ = ops.experts.experts(*tensors, *plan, c.activation)
     grads = ops.experts.experts_backward(
         torch.ones_like(y), pre, *tensors, *plan, c.activation, [True, True] + [False] * 4
     )
@@ -222,7 +222,7 @@ def test_nothing_differentiates_through_the_saved_pre_activation(
 ) -> None:
     c = case(6, 2, 3, 8, 4, device=device)
     plan = (c.plan.expert_offsets, c.plan.row_assignment, c.plan.assignment_row)
-    y, pre = ops.experts.experts(c.x, c.weights, c.gate_up, c.down, None, None, *plan, "swiglu")
+    y, pre, *_ = ops.experts.experts(c.x, c.weights, c.gate_up, c.down, None, None, *plan, "swiglu")
     assert y.requires_grad and not pre.requires_grad
 
 
@@ -251,7 +251,7 @@ def test_opcheck(activation: str, bias: bool, device: torch.device, case: Callab
     args = (c.x, c.weights, c.gate_up, c.down, c.gate_up_bias, c.down_bias, *plan, activation)
     torch.library.opcheck(ops.experts.experts, args)
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
-    y, pre = ops.experts.experts(*detached)
+    y, pre, *_ = ops.experts.experts(*detached)
     for needs in ([True] * 4 + [bias] * 2, [False, True, False, True, False, False]):
         torch.library.opcheck(ops.experts.experts_backward, (torch.randn_like(y), pre, *detached, needs))
 
@@ -263,7 +263,8 @@ def test_opcheck(activation: str, bias: bool, device: torch.device, case: Callab
         ({"activation": "relu2"}, r"gate_up.*\(3, 4, 8\).*relu2.*\(3, 8, 8\)"),
         ({"x": torch.zeros(5, 8)}, r"x.*\(6, 8\).*\(5, 8\)"),
         ({"x": torch.zeros(6, 7)}, r"down.*\(3, 7, 4\).*\(3, 8, 4\)"),
-        ({"x": torch.zeros(6, 8, dtype=torch.bfloat16)}, "gate_up.*bfloat16.*float32.*cast"),
+        ({"x": torch.zeros(6, 8, dtype=torch.float64)}, "gate_up.*float64.*float32.*cast"),
+        ({"down": torch.zeros(3, 8, 4, dtype=torch.bfloat16)}, "down.*float32 as gate_up.*bfloat16.*cast"),
         ({"weights": torch.zeros(6, 3)}, r"topk_weights.*\(6, 2\).*\(6, 3\)"),
         ({"gate_up_bias": torch.zeros(3, 4)}, r"gate_up_bias.*\(3, 8\).*\(3, 4\)"),
         ({"down_bias": torch.zeros(2, 8)}, r"down_bias.*\(3, 8\).*\(2, 8\)"),

@@ -177,6 +177,34 @@ def test_only_what_is_needed(case: Callable[..., Any]) -> None:
         assert torch.equal(some[number], every[number])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+def test_weight_gradients_in_fp32_stored_and_added(
+    dtype: torch.dtype, case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
+) -> None:
+    """Unrounded, returned or in buffers; rounded they are bitwise what 16 bits get, and all else stays as it is.
+
+    The gradient of the pre-activation over the pre-activation changes no bit either.
+    """
+    c = small_case(case, dtype, rows=40, bias=True)
+    operands = block(c, dtype)
+    _, pre = experts_launch.experts_forward(*operands, "swiglu")
+    arguments = (torch.randn_like(operands[0]), pre, *operands, "swiglu", [True] * 6)
+    plain = experts_launch.experts_backward(*arguments)
+    wide = experts_launch.experts_backward(*arguments, torch.float32)
+    main = [torch.full_like(weight, float("nan"), dtype=torch.float32) for weight in operands[2:4]]
+    stored = experts_launch.experts_backward(*arguments, None, None, *main, False)
+    before = [buffer.clone() for buffer in main]
+    consumed = (arguments[0], pre.clone(), *arguments[2:])
+    added = experts_launch.experts_backward(*consumed, None, consumed[1], *main, True)
+    for place, (narrow, unrounded) in enumerate(zip(plain, wide, strict=True)):
+        assert narrow is not None and unrounded is not None
+        assert torch.equal(narrow, unrounded.to(narrow.dtype))
+        for other in (stored[place], added[place]):
+            assert other is None if place in (2, 3) else torch.equal(narrow, other)  # type: ignore[arg-type]
+    for buffer, once, unrounded in zip(main, before, wide[2:4], strict=True):
+        assert unrounded is not None and torch.equal(once, unrounded) and torch.equal(buffer, 2 * once)
+
+
 @pytest.mark.parametrize("gather", [True, False])
 def test_grouped_linear(gather: bool, case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]) -> None:
     """Product, zeros in empty rows, and both gradients."""
@@ -269,7 +297,7 @@ def test_what_is_registered_is_the_op(
     logits = torch.randn(21, 5, device=DEVICE, dtype=dtype)
     route = (logits, None, None, 3, "softmax", True, 1.0, 1, 1)
     rows = torch.randn(63, 40, device=DEVICE, dtype=dtype)
-    y, pre = on_a_gpu(ops.experts.experts)(*operands, "swiglu")
+    _, pre, *_ = on_a_gpu(ops.experts.experts)(*operands, "swiglu")
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.experts.experts, (*operands, "swiglu")),
         (ops.experts.experts_backward, (grad, pre, *operands, "swiglu", needs)),

@@ -88,17 +88,15 @@ def experts_forward(
 
 @dataclasses.dataclass
 class _DActivation:
-    """What the d-activation kernel leaves for the other gradients.
+    """What the d-activation kernel leaves for the other gradients, beside that of the pre-activation.
 
     Attributes:
-        d_pre: [R,G*I], gradient of the pre-activation.
         weighted: [R,I], routing weight times activation.
         parts: [R,N] fp32, parts of the routing weights' gradient.
         rows: what `dact` read of the output's gradient: tokens [T,H], or rows [R,H] with a top_k of None.
         top_k: K or None.
     """
 
-    d_pre: Tensor
     weighted: Tensor
     parts: Tensor
     rows: Tensor
@@ -106,14 +104,13 @@ class _DActivation:
 
 
 def _d_activation(
-    on: Products, grad: Tensor, pre: Tensor, weights: Tensor, down: Tensor, activation: str
+    on: Products, grad: Tensor, pre: Tensor, d_pre: Tensor, weights: Tensor, down: Tensor, activation: str
 ) -> _DActivation:
     """Launch the d-activation kernel; `weights` are the routing weights, fp32."""
     rows, intermediate = on.row_assignment.shape[0], down.shape[2]
     tile = on.tile("dact")
     tokens, top_k = _rows_of_tokens(on, grad, intermediate)
     made = _DActivation(
-        d_pre=torch.empty_like(pre),
         weighted=grad.new_empty(rows, intermediate),
         parts=weights.new_empty(rows, weight_parts(intermediate, tile)),
         rows=tokens,
@@ -125,7 +122,7 @@ def _d_activation(
         down,
         pre,
         weights,
-        made.d_pre,
+        d_pre,
         made.weighted,
         made.parts,
         *on.schedule(tile),
@@ -152,10 +149,17 @@ def experts_backward(
     assignment_row: Tensor,
     activation: str,
     needs: Sequence[bool],
+    weight_grad_dtype: torch.dtype | None = None,
+    d_pre: Tensor | None = None,
+    main_gate_up: Tensor | None = None,
+    main_down: Tensor | None = None,
+    add: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients in the order of `staticmoe.reference.experts_backward`; None where not needed.
 
-    Each buffer of rows is let go of before the next is asked for, so that both can be one.
+    Those of the weights have `weight_grad_dtype` (default: theirs); with buffers they are stored there, or added, and
+    not returned. `d_pre` is memory for the gradient of the pre-activation, and may be `pre`. Each buffer of rows is let
+    go of before the next is asked for, so that both can be one.
     """
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     on = Products(x.dtype, expert_offsets, row_assignment, assignment_row)
@@ -163,17 +167,19 @@ def experts_backward(
     grad, x, gate_up, down = whole_rows(grad), whole_rows(x), aligned(gate_up), aligned(down)
     weights = topk_weights.float().contiguous()
     d_x = d_weights = d_gate_up = d_down = d_gate_up_bias = d_down_bias = None
-    made = _d_activation(on, grad, pre, weights, down, activation)
-    d_pre = made.d_pre
+    d_pre = torch.empty_like(pre) if d_pre is None else d_pre
+    made = _d_activation(on, grad, pre, d_pre, weights, down, activation)
     if need_weights:
         d_weights = torch.empty_like(weights)
         bias = {} if down_bias is None else {"grad": grad, "down_bias": down_bias, "expert_offsets": on.offsets}
         reduce_weight_grad(made.parts, assignment_row, d_weights, **bias)
         d_weights = d_weights.to(topk_weights.dtype)
     if need_down:
-        d_down = torch.empty_like(down, memory_format=torch.contiguous_format)
         gather: Side = None if made.top_k is None else "left"
-        on.weight_grad("weight_grad_down", made.rows, made.weighted, d_down, gather=gather)
+        out = main_down
+        if out is None:
+            out = d_down = down.new_empty(down.shape, dtype=weight_grad_dtype)
+        on.weight_grad("weight_grad_down", made.rows, made.weighted, out, gather=gather, add=add)
     del made
     if need_x:
         d_x = _token_gradient(on, d_pre, _halves(gate_up, halves, 4), torch.empty_like(x))
@@ -181,11 +187,13 @@ def experts_backward(
         d_down_bias = torch.empty_like(down_bias)
         grouped_sum(grad, on.offsets, d_down_bias, row_assignment=row_assignment, topk_weights=weights, top_k=on.top_k)
     if need_gate_up:
-        # Laid out as the weight, so that the gradient of a view is one too.
-        d_gate_up = torch.empty_like(gate_up)
         tokens, top_k = _rows_of_tokens(on, x, down.shape[2])
         gather = None if top_k is None else "right"
-        on.weight_grad("weight_grad_up", d_pre, tokens, _halves(d_gate_up, halves, 4), gather=gather)
+        out = main_gate_up
+        if out is None:
+            # Laid out as the weight, so that the gradient of a view is one too.
+            out = d_gate_up = torch.empty_like(gate_up, dtype=weight_grad_dtype)
+        on.weight_grad("weight_grad_up", d_pre, tokens, _halves(out, halves, 4), gather=gather, add=add)
     if need_gate_up_bias and gate_up_bias is not None:
         d_gate_up_bias = torch.empty_like(gate_up_bias)
         grouped_sum(d_pre, on.offsets, d_gate_up_bias)

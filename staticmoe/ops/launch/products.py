@@ -76,8 +76,10 @@ class Products:
         )
         return out
 
-    def weight_grad(self, kernel: str, left: Tensor, right: Tensor, out: Tensor, *, gather: Side) -> None:
-        """`weight_grad` with the tile of `kernel`, stored."""
+    def weight_grad(
+        self, kernel: str, left: Tensor, right: Tensor, out: Tensor, *, gather: Side, add: bool = False
+    ) -> None:
+        """`weight_grad` with the tile of `kernel`, stored or added."""
         weight_grad(
             left,
             right,
@@ -88,7 +90,7 @@ class Products:
             saved=None,
             base_row=None,
             top_k=self.top_k,
-            accumulate=False,
+            accumulate=add,
             tile=self.tile(kernel),
             programs=self.programs,
             allow_tf32=self.allow_tf32,
