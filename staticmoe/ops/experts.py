@@ -157,13 +157,14 @@ def _(
     return x.new_empty(x.shape), pre, *_casts(x, gate_up, down)
 
 
+# No defaults: torch 2.11 drops trailing ones from a call, and then misses the arguments that it thinks are mutated.
 @torch.library.custom_op(
     "staticmoe::experts_backward",
     mutates_args=("d_pre", "main_gate_up", "main_down"),
     schema=(
         f"(Tensor grad, Tensor pre, Tensor x, Tensor topk_weights, {_WEIGHTS}, {_PLAN}, str activation, "
-        "bool[] needs, ScalarType? weight_grad_dtype=None, Tensor(a!)? d_pre=None, "
-        "Tensor(b!)? main_gate_up=None, Tensor(c!)? main_down=None, bool add=False) "
+        "bool[] needs, ScalarType? weight_grad_dtype, Tensor(a!)? d_pre, "
+        "Tensor(b!)? main_gate_up, Tensor(c!)? main_down, bool add) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -182,11 +183,11 @@ def experts_backward(
     assignment_row: Tensor,
     activation: str,
     needs: Sequence[bool],
-    weight_grad_dtype: torch.dtype | None = None,
-    d_pre: Tensor | None = None,
-    main_gate_up: Tensor | None = None,
-    main_down: Tensor | None = None,
-    add: bool = False,
+    weight_grad_dtype: torch.dtype | None,
+    d_pre: Tensor | None,
+    main_gate_up: Tensor | None,
+    main_down: Tensor | None,
+    add: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, topk_weights, gate_up, down and the biases; an empty tensor where not needed.
 
@@ -236,11 +237,11 @@ def _(
     assignment_row: Tensor,
     activation: str,
     needs: Sequence[bool],
-    weight_grad_dtype: torch.dtype | None = None,
-    d_pre: Tensor | None = None,
-    main_gate_up: Tensor | None = None,
-    main_down: Tensor | None = None,
-    add: bool = False,
+    weight_grad_dtype: torch.dtype | None,
+    d_pre: Tensor | None,
+    main_gate_up: Tensor | None,
+    main_down: Tensor | None,
+    add: bool,
 ) -> tuple[Tensor, ...]:
     from staticmoe.ops.launch import experts as launch
     from staticmoe.ops.launch.operands import serves
@@ -267,11 +268,11 @@ def _(
     assignment_row: Tensor,
     activation: str,
     needs: Sequence[bool],
-    weight_grad_dtype: torch.dtype | None = None,
-    d_pre: Tensor | None = None,
-    main_gate_up: Tensor | None = None,
-    main_down: Tensor | None = None,
-    add: bool = False,
+    weight_grad_dtype: torch.dtype | None,
+    d_pre: Tensor | None,
+    main_gate_up: Tensor | None,
+    main_down: Tensor | None,
+    add: bool,
 ) -> tuple[Tensor, ...]:
     def like(need: bool, tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return x.new_empty(0) if not need or tensor is None else tensor.new_empty(tensor.shape, dtype=dtype)

@@ -13,6 +13,8 @@ from staticmoe import functional, ops
 from staticmoe.errors import ConfigError
 from staticmoe.reference import ACTIVATIONS, activate, activation_backward
 
+# Weight gradients in the weights' dtype, no memory lent.
+ALONE = (None, None, None, None, False)
 ACTIVATION_NAMES = list(ACTIVATIONS)
 
 # T, K, E, H, I: aligned, odd, one token, one expert, more experts than assignments
@@ -211,7 +213,7 @@ def test_frozen_operands_cost_nothing(device: torch.device, case: Callable[..., 
     tensors = [tensor.detach() for tensor in c.floats().values()]
     y, pre, *_ = ops.experts.experts(*tensors, *plan, c.activation)
     grads = ops.experts.experts_backward(
-        torch.ones_like(y), pre, *tensors, *plan, c.activation, [True, True] + [False] * 4
+        torch.ones_like(y), pre, *tensors, *plan, c.activation, [True, True] + [False] * 4, *ALONE
     )
     assert [tuple(grad.shape) for grad in grads] == [(6, 8), (6, 2)] + [(0,)] * 4
     assert torch.equal(grads[0], full["x"]) and torch.equal(grads[1], full["weights"])
@@ -253,7 +255,7 @@ def test_opcheck(activation: str, bias: bool, device: torch.device, case: Callab
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
     y, pre, *_ = ops.experts.experts(*detached)
     for needs in ([True] * 4 + [bias] * 2, [False, True, False, True, False, False]):
-        torch.library.opcheck(ops.experts.experts_backward, (torch.randn_like(y), pre, *detached, needs))
+        torch.library.opcheck(ops.experts.experts_backward, (torch.randn_like(y), pre, *detached, needs, *ALONE))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def arguments(case: Callable[..., Any], dtype: torch.dtype, hidden: int) -> dict
         "route_backward": (torch.rand(9, 2), logits, c.ids, "sigmoid", True, 1.0),
         "make_plan": (c.ids, c.weights, 4, 11, 3),
         "experts": block,
-        "experts_backward": (rows[:9], pre, *block, [True] * 6),
+        "experts_backward": (rows[:9], pre, *block, [True] * 6, None, None, None, None, False),
         "grouped_linear": linear,
         "grouped_linear_backward": (pre, *linear, [True, True]),
         "combine": (rows, c.weights, *plan),

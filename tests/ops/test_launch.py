@@ -300,7 +300,7 @@ def test_what_is_registered_is_the_op(
     _, pre, *_ = on_a_gpu(ops.experts.experts)(*operands, "swiglu")
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.experts.experts, (*operands, "swiglu")),
-        (ops.experts.experts_backward, (grad, pre, *operands, "swiglu", needs)),
+        (ops.experts.experts_backward, (grad, pre, *operands, "swiglu", needs, None, None, None, None, False)),
         (ops.grouped_linear.grouped_linear, (operands[0], operands[2], *plan, True)),
         (ops.grouped_linear.grouped_linear_backward, (pre, operands[0], operands[2], *plan, True, [True, False])),
         (ops.combine.combine, (rows, operands[1], *plan)),
