@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from staticmoe.kernels.activation import activate, activate_backward, activate_ungated, activate_ungated_backward
+from staticmoe.kernels.activation import (
+    activate,
+    activate_backward,
+    activate_ungated,
+    activate_ungated_backward,
+    rounded,
+)
 from staticmoe.kernels.descriptors import load_rows, plain_descriptor, ragged_descriptor
 from staticmoe.kernels.grouped_gemm import (
     compile_options,
@@ -52,10 +58,10 @@ def _derive(gate, up, d_act, weight, HALVES: tl.constexpr, ACT: tl.constexpr, DT
     if HALVES == 2:
         up = up.to(tl.float32)
         # Rounded, as the forward used it.
-        act = activate(gate, up, ACT).to(DTYPE).to(tl.float32)
+        _, act = rounded(activate(gate, up, ACT), DTYPE)
         d_gate, d_up = activate_backward(gate, up, d_act * weight, ACT)
     else:
-        act = activate_ungated(gate, ACT).to(DTYPE).to(tl.float32)
+        _, act = rounded(activate_ungated(gate, ACT), DTYPE)
         d_gate = activate_ungated_backward(gate, d_act * weight, ACT)
         d_up = d_gate
     return d_gate.to(DTYPE), d_up.to(DTYPE), (act * weight).to(DTYPE), tl.sum(d_act * act, 1)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from staticmoe.kernels.activation import activate, activate_ungated
+from staticmoe.kernels.activation import activate, activate_ungated, rounded
 from staticmoe.kernels.descriptors import load_rows, plain_descriptor, ragged_descriptor, store_rows
 from staticmoe.kernels.grouped_gemm import (
     compile_options,
@@ -112,18 +112,19 @@ def staticmoe_up_gemm(
             left, right = _add_bias(
                 left, right, bias_at, n * BN, columns, bias_stride_half, bias_stride_column, HALVES, BN
             )
-        left, right = left.to(DTYPE), right.to(DTYPE)
+        left, wide_left = rounded(left, DTYPE)
+        right, wide_right = rounded(right, DTYPE)
         store_rows(pre, saved, count, 0, n * BN, left)
         # A store waits until the one before has left shared memory; an activation is computed in that time.
         if HALVES == 2:
-            value = activate(left.to(tl.float32), right.to(tl.float32), ACT)
+            value = activate(wide_left, wide_right, ACT)
             store_rows(act, first, count, 0, n * BN, value.to(DTYPE))
             store_rows(pre, saved, count, 1, n * BN, right)
         else:
             column = n * BN + BN // 2
-            store_rows(act, first, count, 0, n * BN, activate_ungated(left.to(tl.float32), ACT).to(DTYPE))
+            store_rows(act, first, count, 0, n * BN, activate_ungated(wide_left, ACT).to(DTYPE))
             store_rows(pre, saved, count, 0, column, right)
-            store_rows(act, first, count, 0, column, activate_ungated(right.to(tl.float32), ACT).to(DTYPE))
+            store_rows(act, first, count, 0, column, activate_ungated(wide_right, ACT).to(DTYPE))
 
 
 def up(

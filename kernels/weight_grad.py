@@ -215,23 +215,13 @@ def weight_grad(
         ValueError: gather and saved name one operand, or shapes that do not belong together.
     Graph-safe: yes.
     """
+    check_operands(left, right, expert_offsets, out, gather=gather, saved=saved, base_row=base_row)
     view = out if out.dim() == 4 else out.unsqueeze(1)
     experts, groups, height, width = view.shape
-    if gather is not None and gather == saved:
-        raise ValueError(f"weight_grad: gathered tokens have no base row; got gather={gather!r} and saved={saved!r}")
-    if (saved is None) != (base_row is None):
-        raise ValueError(f"weight_grad: saved and base_row go together; got saved={saved!r}, base_row={base_row!r}")
-    if left.shape[1] != groups * height or right.shape[1] != width or expert_offsets.shape[0] != experts + 1:
-        raise ValueError(
-            f"weight_grad: left {tuple(left.shape)}, right {tuple(right.shape)} and expert_offsets "
-            f"{tuple(expert_offsets.shape)} do not make an out of {tuple(out.shape)}"
-        )
     align = 16 // left.element_size()
     add = _way_of_adding(out) if accumulate else None
     slices = _slices(tile, out.element_size() * (2 if add == "load" else 1))
     tokens, gathered_width, block = (left, height, tile.rows) if gather == "left" else (right, width, tile.columns)
-    if gather == "left" and groups > 1:
-        raise ValueError("weight_grad: a gathered left operand has one group of columns")
     staticmoe_weight_grad_gemm[
         (min(programs, experts * groups * triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)),)
     ](
@@ -260,6 +250,26 @@ def weight_grad(
         GROUP=tile.group,
         **compile_options(tile),
     )
+
+
+def check_operands(
+    left: Tensor, right: Tensor, expert_offsets: Tensor, out: Tensor, *,
+    gather: Side, saved: Side, base_row: Tensor | None,
+) -> None:  # fmt: skip
+    """Refuse operands of `weight_grad` that do not belong together, with a ValueError."""
+    view = out if out.dim() == 4 else out.unsqueeze(1)
+    experts, groups, height, width = view.shape
+    if gather is not None and gather == saved:
+        raise ValueError(f"weight_grad: gathered tokens have no base row; got gather={gather!r} and saved={saved!r}")
+    if (saved is None) != (base_row is None):
+        raise ValueError(f"weight_grad: saved and base_row go together; got saved={saved!r}, base_row={base_row!r}")
+    if left.shape[1] != groups * height or right.shape[1] != width or expert_offsets.shape[0] != experts + 1:
+        raise ValueError(
+            f"weight_grad: left {tuple(left.shape)}, right {tuple(right.shape)} and expert_offsets "
+            f"{tuple(expert_offsets.shape)} do not make an out of {tuple(out.shape)}"
+        )
+    if gather == "left" and groups > 1:
+        raise ValueError(f"weight_grad: a gathered left operand has one group of columns; got {groups} in out")
 
 
 def _way_of_adding(out: Tensor) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -171,6 +172,18 @@ class Launches:
             "grouped_gemm": self.grouped_linear,
         }
 
+    def as_launched(self) -> dict[str, Callable[[], Any]]:
+        """By name in the table: with its tile, or by the kernel of this GPU that the ops take instead."""
+        from staticmoe.ops.launch.products import Products
+
+        plan = self.plan
+        on = Products(self.x.dtype, plan.expert_offsets, plan.row_assignment, plan.assignment_row)
+        down, up = (self.grad, self.act_weighted, self.d_down), (self.d_pre, self.x, self.d_gate_up)
+        calls = {name: functools.partial(call, self.table_tile(name)) for name, call in self.calls().items()}
+        calls["weight_grad_down"] = functools.partial(on.weight_grad, "weight_grad_down", *down, gather="left")
+        calls["weight_grad_up"] = functools.partial(on.weight_grad, "weight_grad_up", *up, gather="right")
+        return calls
+
     def flops(self, kernel: str) -> int:
         """Of one launch."""
         halves = 1 if kernel in ("down", "dact", "weight_grad_down") else 2
@@ -253,11 +266,10 @@ def time_call(call: Callable[[], Any]) -> list[float]:
 
 
 def time_kernels(p: Problem, device: torch.device) -> dict[str, dict[str, float]]:
-    """Every launcher alone, with the tile of the table: ms, and TFLOP/s or TB/s."""
+    """Every launcher alone, as the ops launch it: ms, and TFLOP/s or TB/s."""
     launches, found = Launches(p, device), {}
-    for kernel, call in launches.calls().items():
-        tile = launches.table_tile(kernel)
-        ms = statistics.median(time_call(lambda call=call, tile=tile: call(tile)))
+    for kernel, call in launches.as_launched().items():
+        ms = statistics.median(time_call(call))
         found[kernel] = {"ms": ms, "tflops": launches.flops(kernel) / ms / 1e9}
     for kernel, (run, size) in small_calls(launches).items():
         ms = statistics.median(time_call(run))

@@ -34,7 +34,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     tree = tmp_path_factory.mktemp("tree") / "copy"
     skip = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, tree, symlinks=True, ignore=skip)
-    (tree / "kernels" / "probe_kernel.py").write_text('"""Probe."""\n')
+    for folder in ("", "hopper"):
+        (tree / "kernels" / folder / "probe_kernel.py").write_text('"""Probe."""\n')
     out = tree.parent / "out"
     out.mkdir()
     build = "import sys, setuptools.build_meta as b; print(b.build_{kind}({out!r}))"
@@ -51,9 +52,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
 def test_wheel_and_sdist_hold_the_kernels(built: tuple[list[str], list[str], str]) -> None:
     """A wheel without its kernels imports fine and fails at the first step."""
     in_wheel, in_sdist, _ = built
-    assert in_wheel.count("staticmoe/kernels/probe_kernel.py") == 1
     assert in_wheel.count("staticmoe/kernels/tile_table.json") == 1
-    assert in_sdist.count("staticmoe/kernels/probe_kernel.py") == 1
+    for file in ("probe_kernel.py", "hopper/probe_kernel.py", "hopper/weight_grad.py"):
+        assert in_wheel.count(f"staticmoe/kernels/{file}") == 1
+        assert in_sdist.count(f"staticmoe/kernels/{file}") == 1
     assert "staticmoe/py.typed" in in_wheel and "staticmoe/config.py" in in_wheel
 
 

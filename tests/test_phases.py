@@ -63,7 +63,7 @@ def test_kernel_names_carry_their_phase() -> None:
     kernels = Path(phases.__file__).parent / "kernels"
     jitted: set[str] = set()
     launched: set[str] = set()
-    for path in kernels.glob("*.py"):
+    for path in kernels.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(mark) for mark in node.decorator_list):
                 jitted.add(node.name)

@@ -294,6 +294,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.weight_dtype, ctx.weight_shapes = gate_up.dtype, (gate_up.shape, down.shape)
     # They leave the op only to be saved; nothing may differentiate through them.
     ctx.mark_non_differentiable(pre, *casts)
+    # Else autograd fills a gradient of zeros for each of them.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(pre, x, topk_weights, *_of_dtype(x, gate_up, down, casts), *rest)
 
 

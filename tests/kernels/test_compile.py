@@ -38,11 +38,8 @@ _EPILOGUE = (
     "see profiles/results/h200/tile_sweep.json"
 )
 STACK: dict[tuple[str, str], tuple[int, str]] = {
-    ("staticmoe_dact_gemm", "dact"): (16, _EPILOGUE),
-    ("staticmoe_dact_gemm", "dact, odd widths"): (16, _EPILOGUE),
-    ("staticmoe_dact_gemm", "dact, gpt_oss"): (48, _EPILOGUE),
-    ("staticmoe_dact_gemm", "dact, geglu"): (56, _EPILOGUE),
-    ("staticmoe_up_gemm", "up, bias"): (8, "one 8-byte slot of the bias, outside of the loop over H"),
+    ("staticmoe_dact_gemm", "dact"): (8, _EPILOGUE),
+    ("staticmoe_dact_gemm", "dact, geglu"): (40, _EPILOGUE),
 }
 
 Entry = dict[str, Any]
@@ -132,11 +129,12 @@ def test_shared_memory_fits(entries: list[Entry]) -> None:
     assert too_large(entries) == []
 
 
-def named_kernels() -> set[str]:
-    """The kernels of the folder: jit functions whose name starts as every kernel's must."""
+def named_kernels(capability: tuple[int, int]) -> set[str]:
+    """The kernels for a GPU: jit functions whose name starts as every kernel's must. A subfolder is Hopper's alone."""
+    folder = ROOT / "kernels"
     return {
         node.name
-        for path in (ROOT / "kernels").glob("*.py")
+        for path in (folder.rglob("*.py") if capability == (9, 0) else folder.glob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("staticmoe_")
     }
@@ -146,7 +144,7 @@ def named_kernels() -> set[str]:
 @pytest.mark.parametrize("capability", SHARED)
 def test_no_kernel_is_left_out(entries: list[Entry], capability: tuple[int, int]) -> None:
     compiled = {entry.get("kernel") for entry in entries if tuple(entry["capability"]) == capability}
-    assert named_kernels() - compiled == set()
+    assert named_kernels(capability) - compiled == set()
 
 
 @needs_triton

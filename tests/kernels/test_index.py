@@ -10,7 +10,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "kernels"
 
 def test_the_index_is_complete() -> None:
     """A row may name several kernels of one prefix: `staticmoe_plan_a`, `_b`."""
-    defined = {n for path in FOLDER.glob("*.py") for n in re.findall(r"^def (staticmoe_\w+)\(", path.read_text(), re.M)}
+    defined = {
+        n for path in FOLDER.rglob("*.py") for n in re.findall(r"^def (staticmoe_\w+)\(", path.read_text(), re.M)
+    }
     listed: set[str] = set()
     for row in re.findall(r"^\| (`staticmoe_.*?) \|", (FOLDER / "README.md").read_text(), re.M):
         first, *more = re.findall(r"`(\w+)`", row)

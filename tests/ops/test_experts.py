@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from staticmoe import functional, ops
 from staticmoe.errors import ConfigError
@@ -226,6 +227,25 @@ def test_nothing_differentiates_through_the_saved_pre_activation(
     plan = (c.plan.expert_offsets, c.plan.row_assignment, c.plan.assignment_row)
     y, pre, *_ = ops.experts.experts(c.x, c.weights, c.gate_up, c.down, None, None, *plan, "swiglu")
     assert y.requires_grad and not pre.requires_grad
+
+
+def test_no_gradient_is_made_up_for_what_only_is_saved(device: torch.device, case: Callable[..., Any]) -> None:
+    """Autograd would fill zeros of the size of the pre-activation, and of the casts of fp32 weights."""
+    c = case(6, 2, 3, 8, 4, device=device, dtype=torch.bfloat16)
+    wide = [w.detach().float().requires_grad_() for w in (c.gate_up, c.down)]
+    y = functional.experts(c.x, c.weights, c.plan, *wide)
+    made: list[tuple[str, tuple[int, ...]]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and "zeros" in str(func) or "fill" in str(func):
+                made.append((str(func), tuple(out.shape)))
+            return out
+
+    with torch.autograd.set_multithreading_enabled(False), Watch():
+        torch.autograd.grad(y, (c.x, *wide), torch.ones_like(y))
+    assert not [shape for _, shape in made if shape in ((12, 8), c.gate_up.shape, c.down.shape)], made
 
 
 @pytest.mark.parametrize("grouped_mm", [True, False])

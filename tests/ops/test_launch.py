@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +17,18 @@ from staticmoe.reference import ACTIVATIONS
 
 pytest.importorskip("triton")
 
+from staticmoe.kernels.hopper import weight_grad as hopper  # noqa: E402
+from staticmoe.kernels.tile_table import tile_for  # noqa: E402
+from staticmoe.kernels.weight_grad import weight_grad  # noqa: E402
 from staticmoe.ops.launch import combine as combine_launch  # noqa: E402
 from staticmoe.ops.launch import experts as experts_launch  # noqa: E402
 from staticmoe.ops.launch import grouped_linear as linear_launch  # noqa: E402
 from staticmoe.ops.launch import plan as plan_launch  # noqa: E402
+from staticmoe.ops.launch import products  # noqa: E402
 from staticmoe.ops.launch import routing as routing_launch  # noqa: E402
-from staticmoe.ops.launch.operands import aligned, serves, wants_tf32  # noqa: E402
+from staticmoe.ops.launch.operands import aligned, serves, takes_hopper_kernels, wants_tf32  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The interpreter multiplies bf16 wrongly.
@@ -229,6 +237,40 @@ def test_grouped_linear(gather: bool, case: Callable[..., Any], error: Callable[
     assert d_inputs is not None and d_weight is not None
     assert error(d_inputs.double(), want) < 1e-5
     assert error(d_weight.double(), reference.grouped_weight_grad(wide(grad), rows, plan[0])) < 1e-5
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_the_hopper_weight_gradient_is_taken_where_it_serves(
+    gather: bool, case: Callable[..., Any], error: Callable[[Tensor, Tensor], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits with a pipeline by the load; fp32 has the Triton kernel. The kernel itself is tested on a GPU."""
+    taken: list[Any] = []
+
+    def stands_in(*operands: Tensor, pipeline: hopper.Pipeline, **options: Any) -> None:
+        taken.append(pipeline)
+        tile = tile_for("weight_grad_down", dtype=operands[0].dtype, rows_per_expert=9.0, capability=(9, 0))
+        weight_grad(*operands, tile=tile, **options)
+
+    monkeypatch.setattr(products, "takes_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(hopper, "weight_grad", stands_in)
+    for dtype in (torch.float16, torch.float32):
+        c = small_case(case, dtype, rows=70)
+        plan = block(c, dtype)[6:]
+        inputs = c.x if gather else torch.randn(70, 40, device=DEVICE, dtype=dtype)
+        grad = torch.randn(70, c.gate_up.shape[1], device=DEVICE, dtype=dtype)
+        got = linear_launch.grouped_linear_backward(grad, inputs, c.gate_up, *plan, gather, [False, True])[1]
+        rows = reference.gather_rows(inputs.double(), plan[1], 3) if gather else inputs.double()
+        assert got is not None
+        assert error(got.double(), reference.grouped_weight_grad(grad.double(), rows, plan[0])) < TOLERANCES[dtype]
+    assert taken == [hopper.SHORT]
+
+
+def test_a_cpu_takes_no_hopper_kernel_and_imports_no_gluon() -> None:
+    assert not takes_hopper_kernels(torch.device("cpu"))
+    code = "import sys, staticmoe.ops.launch.experts\nprint([m for m in sys.modules if m.startswith(%r)])"
+    for name in ("staticmoe.kernels.hopper", "triton.experimental"):
+        done = subprocess.run([sys.executable, "-c", code % name], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "[]"
 
 
 def test_combine(case: Callable[..., Any], error: Callable[[Tensor, Tensor], float]) -> None:

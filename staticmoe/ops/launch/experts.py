@@ -158,8 +158,8 @@ def experts_backward(
     """Return the gradients in the order of `staticmoe.reference.experts_backward`; None where not needed.
 
     Those of the weights have `weight_grad_dtype` (default: theirs); with buffers they are stored there, or added, and
-    not returned. `d_pre` is memory for the gradient of the pre-activation, and may be `pre`. Each buffer of rows is let
-    go of before the next is asked for, so that both can be one.
+    not returned. `d_pre` is memory for the gradient of the pre-activation, and may be `pre`; whether it is used is for
+    the kernel to say. Each buffer of rows is let go of before the next is asked for, so that both can be one.
     """
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     on = Products(x.dtype, expert_offsets, row_assignment, assignment_row)

@@ -10,6 +10,7 @@ import functools
 import logging
 
 import torch
+import triton
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGN_BYTES = 16
 # What the interpreter stands for: it has no GPU to ask.
 _INTERPRETED = (4, (9, 0))
+_HOPPER = (9, 0)
+# Of Triton. Gluon changes with each one: these are what the kernels of `kernels/hopper` were checked with on a GPU.
+_GLUON_VERSIONS = ("3.6.",)
 
 
 @functools.cache
@@ -27,6 +31,18 @@ def gpu(device: torch.device) -> tuple[int, tuple[int, int]]:
     if device.type != "cuda":
         return _INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count, torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def takes_hopper_kernels(device: torch.device) -> bool:
+    """Whether the kernels of `kernels/hopper` run on a device: compute capability 9.0, not the interpreter."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret or gpu(device)[1] != _HOPPER:
+        return False
+    if triton.__version__.startswith(_GLUON_VERSIONS):
+        return True
+    wanted = " or ".join(f"{version}*" for version in _GLUON_VERSIONS)
+    log.warning("slower kernels: those for Hopper need Triton %s, and this is %s", wanted, triton.__version__)
+    return False
 
 
 @functools.cache

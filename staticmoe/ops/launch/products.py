@@ -5,6 +5,8 @@ Dimensions: T tokens, K top_k, E experts, R capacity rows, M row tiles at most.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from staticmoe.kernels.schedule import tile_schedule
 from staticmoe.kernels.tile_table import tile_for
 from staticmoe.kernels.tiles import Tile
 from staticmoe.kernels.weight_grad import Side, weight_grad
-from staticmoe.ops.launch.operands import gpu, wants_tf32
+from staticmoe.ops.launch.operands import gpu, takes_hopper_kernels, wants_tf32
 
 
 class Products:
@@ -36,13 +38,18 @@ class Products:
         self.programs, self._capability = gpu(expert_offsets.device)
         self.allow_tf32 = wants_tf32()
         self._dtype = dtype
+        self._on_hopper = takes_hopper_kernels(expert_offsets.device)
         self._experts, self._rows = expert_offsets.shape[0] - 1, row_assignment.shape[0]
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def load(self) -> float:
+        """Rows of an expert, balanced. What is chosen by it never depends on the capacity: variants agree bitwise."""
+        return self.assignment_row.numel() / self._experts
+
     def tile(self, kernel: str) -> Tile:
-        """Tile of a kernel. By the balanced load, never the capacity: variants must agree bitwise."""
-        load = self.assignment_row.numel() / self._experts
-        return tile_for(kernel, dtype=self._dtype, rows_per_expert=load, capability=self._capability)
+        """Tile of a kernel."""
+        return tile_for(kernel, dtype=self._dtype, rows_per_expert=self.load, capability=self._capability)
 
     def schedule(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Row tiles and their number for tiles of these rows."""
@@ -79,19 +86,17 @@ class Products:
     def weight_grad(
         self, kernel: str, left: Tensor, right: Tensor, out: Tensor, *, gather: Side, add: bool = False
     ) -> None:
-        """`weight_grad` with the tile of `kernel`, stored or added."""
-        weight_grad(
-            left,
-            right,
-            self.offsets,
-            self.row_assignment,
-            out,
-            gather=gather,
-            saved=None,
-            base_row=None,
-            top_k=self.top_k,
-            accumulate=add,
-            tile=self.tile(kernel),
-            programs=self.programs,
-            allow_tf32=self.allow_tf32,
-        )
+        """`weight_grad`, stored or added: that of Hopper where it serves, else the one with the tile of `kernel`."""
+        operands = left, right, self.offsets, self.row_assignment, out
+        common: dict[str, Any] = {
+            "gather": gather, "saved": None, "base_row": None, "top_k": self.top_k, "accumulate": add,
+            "programs": self.programs,
+        }  # fmt: skip
+        if self._on_hopper:
+            # Imported here: nobody else has a use for Gluon.
+            from staticmoe.kernels.hopper import weight_grad as hopper
+
+            if hopper.serves(left, right, out, gather=gather):
+                hopper.weight_grad(*operands, pipeline=hopper.pipeline_for(self.load), **common)
+                return
+        weight_grad(*operands, tile=self.tile(kernel), allow_tf32=self.allow_tf32, **common)

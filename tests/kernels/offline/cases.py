@@ -37,7 +37,7 @@ class Case:
         launch: makes the call.
         capability: (major, minor) of the GPU.
         dtype: of rows and weights.
-        tile: what the launcher is given, if it takes one.
+        tile: what the launcher is given, if it takes one; a Hopper launcher takes none.
         matrix: whether matrix instructions must be found.
         options: what else `launch` is called with, beside dtype and tile.
     """
@@ -137,11 +137,34 @@ def reduce_weight_grad(*, dtype: torch.dtype, tile: None, bias: bool) -> None:
     kernel("dact").reduce_weight_grad(floats(R, 4), ints(T, K), floats(T, K), **(given if bias else {}))
 
 
-def weight_grad_down(*, dtype: torch.dtype, tile: Tile, out: torch.dtype, accumulate: bool, **options: Any) -> None:
-    """Gathered gradient of the output times the weighted activation."""
-    kernel("weight_grad").weight_grad(
-        empty(T, H, dtype=dtype), empty(R, I, dtype=dtype), ints(E + 1), ints(R), empty(E, H, I, dtype=out),
-        gather="left", saved=None, base_row=None, top_k=K, accumulate=accumulate, tile=tile, programs=PROGRAMS,
+def _weight_grad(*operands: Tensor, tile: Tile | None, load: float, **options: Any) -> None:
+    """The Triton launcher, or without a tile the Hopper one as it is for a mean load."""
+    common = {"top_k": K, "programs": PROGRAMS, **options}
+    if tile is not None:
+        kernel("weight_grad").weight_grad(*operands, tile=tile, **common)
+        return
+    hopper = kernel("hopper.weight_grad")
+    left, right, *_, out = operands
+    if not hopper.serves(left, right, out, gather=options["gather"]):
+        raise ValueError("the Hopper kernel does not take this")
+    hopper.weight_grad(*operands, pipeline=hopper.pipeline_for(load), **common)
+
+
+def weight_grad_down(
+    *,
+    dtype: torch.dtype,
+    tile: Tile | None,
+    out: torch.dtype,
+    accumulate: bool,
+    gather: bool = True,
+    load: float = MANY,
+    **options: Any,
+) -> None:
+    """Gathered gradient of the output, or its rows, times the weighted activation."""
+    _weight_grad(
+        empty(T if gather else R, H, dtype=dtype), empty(R, I, dtype=dtype), ints(E + 1), ints(R),
+        empty(E, H, I, dtype=out),
+        gather="left" if gather else None, saved=None, base_row=None, accumulate=accumulate, tile=tile, load=load,
         **options,
     )  # fmt: skip
 
@@ -149,21 +172,23 @@ def weight_grad_down(*, dtype: torch.dtype, tile: Tile, out: torch.dtype, accumu
 def weight_grad_up(
     *,
     dtype: torch.dtype,
-    tile: Tile,
+    tile: Tile | None,
     out: torch.dtype,
     accumulate: bool,
+    gather: bool = True,
     saved: bool = False,
     odd: int = 0,
+    load: float = MANY,
     **options: Any,
 ) -> None:
-    """Gradient of the pre-activation times the gathered tokens."""
+    """Gradient of the pre-activation times the gathered tokens, or their rows."""
     hidden, inner = H + odd, I + odd
     base = torch.empty((), dtype=torch.int64) if saved else None
-    kernel("weight_grad").weight_grad(
-        empty(R, 2 * inner, dtype=dtype), empty(T, hidden, dtype=dtype), ints(E + 1), ints(R),
+    _weight_grad(
+        empty(R, 2 * inner, dtype=dtype), empty(T if gather else R, hidden, dtype=dtype), ints(E + 1), ints(R),
         empty(E, 2, inner, hidden, dtype=out),
-        gather="right", saved="left" if saved else None, base_row=base, top_k=K, accumulate=accumulate, tile=tile,
-        programs=PROGRAMS, **options,
+        gather="right" if gather else None, saved="left" if saved else None, base_row=base, accumulate=accumulate,
+        tile=tile, load=load, **options,
     )  # fmt: skip
 
 
@@ -223,7 +248,7 @@ def combine_backward(*, dtype: torch.dtype, tile: None) -> None:
 
 def cases() -> list[Case]:
     """Every case, the slow ones first."""
-    return [*_products(), *_small()]
+    return [*_products(), *_hopper(), *_small()]
 
 
 def _products() -> list[Case]:
@@ -288,6 +313,30 @@ def _product(
         matrix=dtype != FP32 or "allow_tf32" in options,
         options=options,
     )
+
+
+def _hopper() -> list[Case]:
+    """Kernels of `kernels/hopper`, which exist for one GPU: each use with many and with few rows, and every variant."""
+    store, add = {"out": BF16, "accumulate": False}, {"out": FP32, "accumulate": True}
+    calls: list[tuple[str, Callable[..., None], torch.dtype, dict[str, Any]]] = []
+    for name, launch in (("weight_grad_up", weight_grad_up), ("weight_grad_down", weight_grad_down)):
+        for variant, load in (("", MANY), (", few rows", FEW)):
+            calls += [
+                (f"{name}, hopper{variant}", launch, BF16, {**store, "load": load}),
+                (f"{name}, hopper{variant}, rows", launch, BF16, {**store, "load": load, "gather": False}),
+                (f"{name}, hopper{variant}, main_grad", launch, BF16, {**add, "load": load}),
+            ]
+    calls += [
+        ("weight_grad_up, hopper, odd widths", weight_grad_up, BF16, {**store, "odd": 8}),
+        ("weight_grad_up, hopper, main_grad, base row", weight_grad_up, FP16, {**add, "saved": True}),
+        ("weight_grad_up, hopper, added in 16 bits", weight_grad_up, BF16, {"out": BF16, "accumulate": True}),
+        ("weight_grad_down, hopper, added in 16 bits", weight_grad_down, FP16, {"out": FP16, "accumulate": True}),
+        ("weight_grad_down, hopper, store fp32", weight_grad_down, BF16, {"out": FP32, "accumulate": False}),
+    ]
+    return [
+        Case(name=name, launch=launch, capability=HOPPER, dtype=dtype, matrix=True, options=options)
+        for name, launch, dtype, options in calls
+    ]
 
 
 def _small() -> list[Case]:

@@ -133,7 +133,7 @@ def compile_case(case: cases.Case) -> list[dict[str, Any]]:
         found = {"kernel": name, "warps": metadata.num_warps, "stages": metadata.num_stages, "shared": metadata.shared}
         found["matrix_ptx"] = len(MATRIX.findall(kernel.asm["ptx"]))
         if case.capability == (9, 0):
-            found.update(resources(kernel, disassemble=case.tile is not None))
+            found.update(resources(kernel, disassemble=case.matrix or case.tile is not None))
         entries.append({**entry, **found, "seconds": seconds})
     return entries
 
