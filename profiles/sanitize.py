@@ -46,7 +46,7 @@ _TESTS = re.compile(r"(\d+) passed.*")
 def check(tool: str, file: str, tests: str, limit: float) -> dict[str, Any]:
     """Run some tests of a file under a tool of compute-sanitizer."""
     command = [
-        "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=staticmoe",
+        "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=staticmoe",
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", file, "-k", tests,
     ]  # fmt: skip
     start = time.perf_counter()

@@ -100,7 +100,10 @@ class SelectAdapter(OptimizerAdapter):
                 live.copy_(torch.where(vetoed, before, live))
 
     def _live(self) -> list[Tensor]:
-        return [*(parameter.detach() for parameter in self.parameters), *self.state_tensors.values()]
+        """What a step changes. Not a frozen parameter's state, which may hold a step count on the host."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*(parameter.detach() for parameter in self.parameters), *tensors]
 
     @contextlib.contextmanager
     def _inside(self, gradients: list[Tensor]) -> Iterator[None]:
