@@ -15,20 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from staticmoe import functional
 from staticmoe.config import CapacityPolicy
 from staticmoe.errors import ConfigError, ModelError
 from staticmoe.moe.experts import Experts, SharedExpert
 from staticmoe.moe.losses import load_balancing_loss, router_z_loss
 from staticmoe.moe.router import Router, RouterOutput
+from staticmoe.moe.step import active, capacity_of, main_grads, plan_step, step_fields
 from staticmoe.reference import RoutingPlan, is_gated
 from staticmoe.shapes import StaticShape
 
 if TYPE_CHECKING:
     from staticmoe.runner.participants import StepBinding
-
-# Reason.CAPACITY_OVERFLOW of the runner's protocol, which a layer does not import.
-_CAPACITY_OVERFLOW = 1
 
 
 class StaticMoE(nn.Module):
@@ -137,7 +134,7 @@ class StaticMoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden_size:
             raise ConfigError(f"x: expected last dimension hidden_size = {self.hidden_size}; got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
-        binding = self._binding
+        binding = active(self._binding)
         if token_mask is None and binding is not None:
             token_mask = binding.token_mask
         mask = None if token_mask is None else _flat_mask(token_mask, x)
@@ -150,26 +147,19 @@ class StaticMoE(nn.Module):
             ids, weights = routed.topk_ids, routed.topk_weights
         else:
             ids, weights = self._given_routing(routing, mask, tokens.shape[0])
-        shape = self.static_shape(tokens.shape[0])
-        plan = functional.make_plan(
-            ids,
-            weights,
-            num_experts=self.num_experts,
-            capacity_rows=shape.capacity_rows,
-            expert_capacity=shape.expert_capacity,
-            **self._doom(binding),
-        )
-        y = self.experts(tokens, weights, plan, self._main_grads(binding))
+        plan = plan_step(binding, ids, weights, self._shape(tokens.shape[0], capacity_of(binding)))
+        gate_up, down = self.accumulated_parameters()
+        y = self.experts(tokens, weights, plan, main_grads(binding, gate_up, down))
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens)
-        if binding is not None:
-            self._count(binding, plan, shape)
         self._report_losses(binding, routed, plan, mask)
         return y.reshape(x.shape)
 
     def static_shape(self, tokens: int) -> StaticShape:
         """Return the sizes of a forward with `tokens` tokens at the capacity in force; dropless without a runner."""
-        capacity = CapacityPolicy() if self._binding is None else self._binding.capacity
+        return self._shape(tokens, capacity_of(self._binding))
+
+    def _shape(self, tokens: int, capacity: CapacityPolicy) -> StaticShape:
         return StaticShape(
             tokens=tokens,
             top_k=self.top_k,
@@ -198,7 +188,7 @@ class StaticMoE(nn.Module):
 
     def step_fields(self) -> Mapping[str, tuple[int, ...]]:
         """Return the record fields: assignments before capacity and rows kept, per expert."""
-        return {"routed": (self.num_experts,), "kept": (self.num_experts,)}
+        return step_fields(self.num_experts)
 
     def bind_step(self, binding: StepBinding | None) -> None:
         """Take a runner's binding, or give it up (None).
@@ -256,29 +246,6 @@ class StaticMoE(nn.Module):
             weights = torch.where(mask[:, None], weights, 0.0)
         return ids, weights
 
-    @staticmethod
-    def _doom(binding: StepBinding | None) -> dict[str, Any]:
-        """What makes the plan empty: a step that will be run again, or an overflow that leads to that."""
-        if binding is None or not binding.dooming:
-            return {}
-        return {"doomed": binding.doomed, "overflow_dooms": bool(binding.dooming & _CAPACITY_OVERFLOW)}
-
-    def _main_grads(self, binding: StepBinding | None) -> functional.MainGrads | None:
-        """The buffers that the binding lends for the weights' gradients."""
-        if binding is None or not binding.main_grads or not torch.is_grad_enabled():
-            return None
-        gate_up, down = (binding.main_grads[parameter] for parameter in self.accumulated_parameters())
-        return functional.MainGrads(gate_up, down, binding.seen, add=binding.adding)
-
-    def _count(self, binding: StepBinding, plan: RoutingPlan, shape: StaticShape) -> None:
-        if not binding.in_recompute():
-            binding.entered += 1
-            binding.facts = {"capacity_rows": shape.capacity_rows, "can_overflow": int(shape.can_overflow)}
-        binding.add("routed", plan.routed_per_expert.to(torch.int64))
-        binding.add("kept", plan.tokens_per_expert.to(torch.int64))
-        if shape.can_overflow:
-            binding.flag(_CAPACITY_OVERFLOW, (plan.tokens_per_expert < plan.routed_per_expert).any())
-
     def _report_losses(
         self, binding: StepBinding | None, routed: RouterOutput | None, plan: RoutingPlan, mask: Tensor | None
     ) -> None:
@@ -300,7 +267,7 @@ class StaticMoE(nn.Module):
         if binding is not None:
             binding.add_loss("aux_loss", aux, self.router_aux_loss_coef)
             binding.add_loss("z_loss", z, self.router_z_loss_coef)
-        elif not recompute:
+        elif not recompute and self._binding is None:
             self._last_losses = {"aux_loss": aux, "z_loss": z}
 
     def _refuse_hidden_losses(self) -> None:

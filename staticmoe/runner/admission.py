@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import ConfigError, ModelError, OptimizerError
-from staticmoe.runner.participants import StepParticipant
+from staticmoe.runner.participants import StepParticipant, participant_of
 
 # Names, not types: importing the distributed wrappers to look for them costs a second.
 _WRAPPERS = {
@@ -54,11 +54,13 @@ def discover(model: nn.Module) -> dict[str, StepParticipant]:
     Raises:
         ModelError: there is none.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, StepParticipant)}
+    asked = ((name, participant_of(module)) for name, module in model.named_modules())
+    found = {name: participant for name, participant in asked if participant is not None}
     if not found:
         raise ModelError(
             f"model: expected at least one layer that takes part in the step (a staticmoe layer), got none in "
-            f"{type(model).__name__}; build the model with staticmoe layers, or train it without this runner"
+            f"{type(model).__name__}; build the model with staticmoe layers, call "
+            "staticmoe.integrations.huggingface.prepare(model) on a transformers model, or train it without this runner"
         )
     return found
 

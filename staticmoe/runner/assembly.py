@@ -103,6 +103,7 @@ class Assembly:
         try:
             for name, participant in participants.items():
                 binding = StepBinding({}, self.guard.reasons, self.guard.doomed, self.config.train_capacity)
+                binding.active = False
                 participant.bind_step(binding)
                 bound[name] = binding
         except BaseException:

@@ -6,13 +6,14 @@ Letters: P trained parameters, N micro-batches.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from staticmoe.errors import CaptureError, ModelError
+from staticmoe.optim.adapter import OptimizerAdapter
 from staticmoe.runner.participants import GradientAccumulator, StepBinding, StepParticipant
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -26,23 +27,26 @@ class GradientSum:
     and no second copy of them exists.
 
     Args:
-        names: of the P parameters.
+        adapter: knows the P parameters; which they are may change from one iteration to the next.
+        names: names those of a list of parameters.
         participants, bindings: name -> participant, and what the runner lends it.
         micro_batches: N.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
+        adapter: OptimizerAdapter,
+        names: Callable[[Sequence[nn.Parameter]], list[str]],
         participants: Mapping[str, StepParticipant],
         bindings: Mapping[str, StepBinding],
         micro_batches: int,
     ) -> None:
-        self._parameters = list(parameters)
-        self._names = list(names)
+        self._adapter = adapter
+        self._names = names
+        self._participants = participants
         self._bindings = bindings
-        self._accumulators = _accumulators(participants, self._parameters) if micro_batches > 1 else {}
+        self._parameters: list[nn.Parameter] = []
+        self._accumulators: dict[str, list[nn.Parameter]] = {}
         # Most and fewest forwards of a micro-batch that reached a participant, of those that were looked at.
         self._entered: dict[str, set[int]] = collections.defaultdict(set)
         self._before: dict[str, int] = {}
@@ -55,6 +59,8 @@ class GradientSum:
         """Start a step; lends what the micro-batches seen so far allow."""
         self._total = None
         self._lent, self._seen = {}, []
+        self._parameters = self._adapter.parameters
+        self._accumulators = _accumulators(self._participants, self._parameters) if self._many else {}
         for name, weights in self._accumulators.items():
             binding = self._bindings[name]
             if self._entered[name] == {1}:
@@ -93,17 +99,11 @@ class GradientSum:
             self._total = [g.to(_WIDE.get(g.dtype, g.dtype)) for g in others] if self._many else others
 
     def end(self) -> list[Tensor]:
-        """Return the P sums and take back what was lent; in fp32 where they are sums of 16-bit gradients."""
+        """Return the P sums and forget them; in fp32 where they are sums of 16-bit gradients."""
         others = iter(self._total or [])
         total = [self._lent[p] if p in self._lent else next(others) for p in self._parameters]
-        self.release()
-        return total
-
-    def release(self) -> None:
-        """Take back what was lent."""
-        for name in self._accumulators:
-            self._bindings[name].main_grads = {}
         self._lent, self._seen, self._total = {}, [], None
+        return total
 
     def _count(self) -> None:
         """Learn how often this micro-batch entered each accumulator."""
@@ -128,8 +128,9 @@ class GradientSum:
                     "activation checkpointing: expected use_reentrant=False, got use_reentrant=True"
                 ) from error
             raise
-        missing = [name for name, g in zip(self._names, gradients, strict=True) if g is None]
-        if missing:
+        unused = [p for p, g in zip(self._parameters, gradients, strict=True) if g is None]
+        if unused:
+            missing = self._names(unused)
             raise ModelError(
                 f"{len(missing)} trainable parameters in the optimizer get no gradient from the loss: "
                 f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; call requires_grad_(False) on them, "

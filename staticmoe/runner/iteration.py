@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +67,22 @@ class Wrapped:
         finally:
             torch.set_autocast_cache_enabled(cached)
 
-    def point(self, records: RecordRing | None, *, training: bool) -> None:
-        """Point the bindings at a program's record, or at scratch fields while it has none."""
+    @contextlib.contextmanager
+    def running(self, records: RecordRing | None, *, training: bool) -> Iterator[None]:
+        """Within: bindings are active, and point at a program's record, or at scratch fields while it has none."""
+        try:
+            self._point(records, training=training)
+            yield
+        finally:
+            for binding in self.bindings.values():
+                binding.active, binding.token_mask, binding.main_grads = False, None, {}
+
+    def _point(self, records: RecordRing | None, *, training: bool) -> None:
         for name, binding in self.bindings.items():
             scratch = self.scratch[name]
             binding.fields = dict(scratch) if records is None else {f: records.field(name, f) for f in scratch}
             binding.training = training
-            binding.main_grads = {}
+            binding.active = True
             binding.dooming = GuardPolicy.of(self.config).dooms if training else 0
             binding.capacity = self.config.train_capacity if training else self.config.eval_capacity
             binding.take_losses()
@@ -126,21 +135,22 @@ class TrainIteration:
         self._records: RecordRing | None = None
         self.scalar_names: tuple[str, ...] = ()
         self.gradients: list[Tensor] = []
-        self._sum = GradientSum(
-            adapter.parameters, self.gradient_names, wrapped.participants, wrapped.bindings, len(inputs.batches)
-        )
+        self._sum = GradientSum(adapter, self._names_of, wrapped.participants, wrapped.bindings, len(inputs.batches))
 
     @property
     def gradient_names(self) -> list[str]:
         """Names of the P trained parameters."""
+        return self._names_of(self._adapter.parameters)
+
+    def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         names = {id(p): name for name, p in self._wrapped.model.named_parameters()}
-        return [names[id(p)] for p in self._adapter.parameters]
+        return [names[id(p)] for p in parameters]
 
     def probe(self) -> None:
         """Run forward and backward alone, to learn the metrics and what they mutate."""
-        self._wrapped.point(None, training=True)
-        self._guard.begin()
-        _, scalars, _ = self._forward_backward()
+        with self._wrapped.running(None, training=True):
+            self._guard.begin()
+            _, scalars, _ = self._forward_backward()
         self.scalar_names = ("loss", "grad_norm", *scalars, "lr")
 
     def equip(self, records: RecordRing, shadow: Shadow) -> None:
@@ -151,11 +161,11 @@ class TrainIteration:
         """Run the iteration once."""
         records = self._records
         assert records is not None, "equip comes before the first run"
-        self._wrapped.point(records, training=True)
-        records.row.zero_()
-        self._guard.begin()
-        self._shadow.save()
-        loss, scalars, gradients = self._forward_backward()
+        with self._wrapped.running(records, training=True):
+            records.row.zero_()
+            self._guard.begin()
+            self._shadow.save()
+            loss, scalars, gradients = self._forward_backward()
         self.gradients = gradients
         with torch.no_grad():
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -247,8 +257,8 @@ class EvalIteration:
 
     def probe(self) -> None:
         """Run the forward once, to learn the metrics."""
-        self._wrapped.point(None, training=False)
-        self.scalar_names = ("loss", *self._forward()[1])
+        with self._wrapped.running(None, training=False):
+            self.scalar_names = ("loss", *self._forward()[1])
 
     def equip(self, records: RecordRing, shadow: Shadow) -> None:
         """Take the record; an evaluation needs no shadow."""
@@ -258,9 +268,9 @@ class EvalIteration:
         """Run the evaluation once."""
         records = self._records
         assert records is not None, "equip comes before the first run"
-        self._wrapped.point(records, training=False)
-        records.row.zero_()
-        loss, metrics = self._forward()
+        with self._wrapped.running(records, training=False):
+            records.row.zero_()
+            loss, metrics = self._forward()
         launch, attempt, slot = self._inputs.control
         zero = torch.zeros_like(launch)
         counters = [launch, attempt, zero, zero, zero, self._guard.committed]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ class StepBinding:
         facts: host-side integers that the participant tells about its buffers in its forward, such as
             "capacity_rows" and "can_overflow" (0 or 1). They are constants of a capture.
         token_mask: bool tensor of the current micro-batch, True for real tokens, or None.
+        active: whether an iteration is running. Outside of one, as when the user generates between two steps, a layer
+            is a layer without a runner: dropless, and nothing is counted.
         training: whether the current iteration is a training step.
         entered: how many times a forward has reached the participant since the runner last cleared it.
         main_grads: parameter -> buffer of its shape that takes its gradient in the backward, for all of the
@@ -62,6 +65,7 @@ class StepBinding:
         self.capacity = capacity
         self.facts: dict[str, int] = {}
         self.token_mask: Tensor | None = None
+        self.active = True
         self.training = True
         self.entered = 0
         self.main_grads: Mapping[nn.Parameter, Tensor] = {}
@@ -117,3 +121,17 @@ class StepParticipant(Protocol):
 
     def commit_step(self, veto: Tensor) -> None:
         """Update own state from `fields`; `veto` is an fp32 0-dim tensor, 1 to change nothing."""
+
+
+# Participants beside modules of somebody else's, on which there is no place for the protocol.
+_beside: WeakKeyDictionary[nn.Module, StepParticipant] = WeakKeyDictionary()
+
+
+def stand_beside(module: nn.Module, participant: StepParticipant) -> None:
+    """Let `participant` take part for `module`; it must not keep the module alive."""
+    _beside[module] = participant
+
+
+def participant_of(module: nn.Module) -> StepParticipant | None:
+    """The module itself if it takes part in the step, or who stands beside it."""
+    return module if isinstance(module, StepParticipant) else _beside.get(module)

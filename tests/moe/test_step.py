@@ -64,6 +64,19 @@ def test_counts_and_flag(
     assert binding.entered == 2 and binding.fields["kept"].dtype == torch.int64
 
 
+def test_outside_of_an_iteration_it_is_a_layer_without_a_runner(device: torch.device, bind: Callable[..., Any]) -> None:
+    """A forward of the user's own between two steps: dropless, not doomed, not masked, not counted."""
+    layer = StaticMoE(8, 4, 4, 2, device=device)
+    x = torch.randn(5, 8, device=device)
+    want = layer(x)
+    binding = bind(layer, factor=0.25, scope="expert", overflow="rerun")
+    binding.token_mask, binding.active = torch.zeros(7, dtype=torch.bool, device=device), False
+    binding.doomed.fill_(1)
+    assert torch.equal(layer(x), want)
+    assert binding.entered == 0 and not any(field.any() for field in binding.fields.values())
+    assert not binding.take_losses() and int(binding.reasons) == 0
+
+
 @pytest.mark.parametrize("scope", ["rank", "expert"])
 @pytest.mark.parametrize("factor", [0.3, 0.75, 1.0, None])
 def test_output_and_gradients_at_a_capacity(

@@ -6,14 +6,16 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="staticmoe")
     model.set_experts_implementation("eager")            # and back: parameters stay where they are
     huggingface.check(model, batch)                      # every layer was entered and agrees with its own loop
+    huggingface.prepare(model)                           # the layers take part in the steps of a StaticMoERunner
 
 transformers looks the function up on each call, so modules, parameters and state dicts stay as they are.
 """
 
 from __future__ import annotations
 
-from staticmoe.integrations.huggingface.census import LayerCheck, calls, check
+from staticmoe.integrations.huggingface.census import LayerCheck, calls, check, prepare
 from staticmoe.integrations.huggingface.experts import experts_forward
+from staticmoe.integrations.huggingface.masks import causal_mask
 from staticmoe.integrations.huggingface.registry import NAME, register
 
-__all__ = ["NAME", "LayerCheck", "calls", "check", "experts_forward", "register"]
+__all__ = ["NAME", "LayerCheck", "calls", "causal_mask", "check", "experts_forward", "prepare", "register"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from staticmoe.errors import ModelError
 from staticmoe.integrations.huggingface.experts import entries
+from staticmoe.integrations.huggingface.participants import attach
 from staticmoe.integrations.huggingface.registry import NAME
 
 # Largest difference from the module's own loop, over the largest value: some roundings of the dtype.
@@ -57,16 +58,7 @@ def check(model: nn.Module, batch: Any) -> dict[str, LayerCheck]:
         ModelError: the family's experts never look into the registry; a layer uses another implementation, was not
             entered, or differs from its own loop.
     """
-    layers = _layers(model)
-    _refuse_strangers(model, layers)
-    others = {name: module.config._experts_implementation for name, module in layers.items()}
-    others = {name: value for name, value in others.items() if value != NAME}
-    if others:
-        raise ModelError(
-            f'{type(model).__name__}: expected experts_implementation="{NAME}" in every layer; got '
-            f"{_listed(f'{name}: {value!r}' for name, value in others.items())}: "
-            f'model.set_experts_implementation("{NAME}")'
-        )
+    layers = _served(model)
     before, errors = calls(model), dict.fromkeys(layers, 0.0)
     with contextlib.ExitStack() as stack:
         for name, module in layers.items():
@@ -77,6 +69,33 @@ def check(model: nn.Module, batch: Any) -> dict[str, LayerCheck]:
     found = {name: LayerCheck(count - before[name], errors[name]) for name, count in calls(model).items()}
     _refuse_unentered_or_wrong(model, layers, found)
     return found
+
+
+def prepare(model: nn.Module) -> None:
+    """Let every experts layer of `model` take part in the steps of a `StaticMoERunner`; a second call changes nothing.
+
+    The layers then count under their module names, keep to the runner's capacity, and give no expert to tokens that
+    the runner's `token_mask` takes out.
+
+    Raises:
+        ModelError: the family's experts never look into the registry, or a layer uses another implementation.
+    """
+    attach(_served(model))
+
+
+def _served(model: nn.Module) -> dict[str, Any]:
+    """The experts modules by name, once all of them use staticmoe."""
+    layers = _layers(model)
+    _refuse_strangers(model, layers)
+    others = {name: module.config._experts_implementation for name, module in layers.items()}
+    others = {name: value for name, value in others.items() if value != NAME}
+    if others:
+        raise ModelError(
+            f'{type(model).__name__}: expected experts_implementation="{NAME}" in every layer; got '
+            f"{_listed(f'{name}: {value!r}' for name, value in others.items())}: "
+            f'model.set_experts_implementation("{NAME}")'
+        )
+    return layers
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -22,6 +22,10 @@ from staticmoe import functional
 from staticmoe.errors import ModelError
 from staticmoe.functional import RoutingPlan
 from staticmoe.integrations.huggingface.activation import activation_of
+from staticmoe.integrations.huggingface.participants import as_they_lie, masked, step_of
+from staticmoe.moe.step import capacity_of, main_grads, plan_step
+from staticmoe.runner.participants import StepBinding
+from staticmoe.shapes import StaticShape
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -48,7 +52,8 @@ class Weights:
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return each token's weighted sum of its experts' outputs; differentiable in tokens, weights and parameters.
 
-    An id outside 0..E-1 is an assignment without expert: it adds nothing, and its weight gets a zero gradient.
+    An id outside 0..E-1 is an assignment without expert: it adds nothing, and its weight gets a zero gradient. Under a
+    runner so is every assignment of a token that its mask says is none, and rows are as many as its capacity gives.
 
     Shapes:
         hidden_states [T,H]; top_k_index [T,K] int64 or int32; top_k_weights [T,K] float. Returns [T,H] in the dtype
@@ -61,9 +66,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     weights = _weights(self, hidden_states)
     if not hidden_states.shape[0]:
         return hidden_states.clone()
-    x, weights = _cast(hidden_states, weights)
-    plan = functional.make_plan(top_k_index, top_k_weights, num_experts=weights.down.shape[0])
     activation = None if getattr(self, "has_post_expert_norm", False) else activation_of(self)
+    x, weights = _cast(hidden_states, weights, whole=activation is not None)
+    binding = step_of(self)
+    top_k_index, top_k_weights = masked(binding, top_k_index, top_k_weights)
+    plan = plan_step(binding, top_k_index, top_k_weights, _static_shape(self, binding, top_k_index, weights))
     if activation is None:
         y = _by_parts(self, x, top_k_index, top_k_weights, plan, weights)
     else:
@@ -79,8 +86,25 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             gate_up_bias=bias,
             down_bias=weights.down_bias,
             activation=activation,
+            main_grads=main_grads(binding, self.gate_up_proj, self.down_proj) if as_they_lie(self) else None,
         )
     return y.to(hidden_states.dtype)
+
+
+def _static_shape(module: Any, binding: StepBinding | None, ids: Tensor, weights: Weights) -> StaticShape:
+    """The sizes of this call at the capacity in force."""
+    capacity = capacity_of(binding)
+    num_experts, hidden, intermediate = weights.down.shape
+    return StaticShape(
+        tokens=ids.shape[0],
+        top_k=ids.shape[1],
+        num_experts=num_experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        capacity_factor=capacity.factor,
+        capacity_scope=capacity.scope,
+        gated=bool(module.has_gate),
+    )
 
 
 def _weights(module: Any, hidden_states: Tensor) -> Weights:
@@ -136,8 +160,11 @@ def _need_plain(module: Any, name: str) -> Tensor:
     return tensor
 
 
-def _cast(hidden_states: Tensor, weights: Weights) -> tuple[Tensor, Weights]:
-    """Bring tokens and parameters to one dtype: that of autocast where it is on, else that of the parameters."""
+def _cast(hidden_states: Tensor, weights: Weights, *, whole: bool) -> tuple[Tensor, Weights]:
+    """Bring tokens and parameters to one dtype: that of autocast where it is on, else that of the parameters.
+
+    `whole`: the block is one op, which takes weights in fp32 as they are.
+    """
     device = hidden_states.device.type
     dtype = weights.up.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -148,6 +175,9 @@ def _cast(hidden_states: Tensor, weights: Weights) -> tuple[Tensor, Weights]:
         return None if parameter is None else parameter.to(dtype)
 
     biases = (cast(weights.up_bias), cast(weights.down_bias))
+    if whole and weights.up.dtype == torch.float32:
+        # The block makes casts of its own, so that the gradients are not rounded.
+        return hidden_states.to(dtype), Weights(weights.up, weights.down, *biases)
     return hidden_states.to(dtype), Weights(weights.up.to(dtype), weights.down.to(dtype), *biases)
 
 

@@ -1,0 +1,47 @@
+"""Attention masks without a host read: transformers looks at a 2-D mask's values to see whether it needs one at all.
+
+Under a capture it does not look, and builds what it would have left out in the warm-up: the graph then holds other
+kernels than the warm-up ran. A ready 4-D mask is taken as it is, in both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from staticmoe.errors import ConfigError
+
+
+def causal_mask(
+    attention_mask: Tensor, *, sequence_ids: Tensor | None = None, sliding_window: int | None = None
+) -> Tensor:
+    """Return which keys each query sees: real ones, not later than itself, in its sequence, within the window.
+
+    A token of padding sees itself alone, so that its row of scores is finite; nobody should look at its output. For
+    attention that wants a float mask, pass `torch.where(mask, 0.0, torch.finfo(dtype).min)`.
+
+    Shapes:
+        attention_mask [B,S], not 0 for real tokens, on either side; sequence_ids [B,S] integer, one number for the
+        tokens of one packed sequence. Returns [B,1,S,S] bool, True where a query (third) sees a key (last).
+    Raises:
+        ConfigError: shapes that differ, or a window below 1.
+    Graph-safe: yes.
+    """
+    if attention_mask.dim() != 2:
+        raise ConfigError(f"attention_mask: expected [batch, tokens], got {tuple(attention_mask.shape)}")
+    if sequence_ids is not None and sequence_ids.shape != attention_mask.shape:
+        raise ConfigError(
+            f"sequence_ids: expected {tuple(attention_mask.shape)} as attention_mask, got {tuple(sequence_ids.shape)}"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ConfigError(f"sliding_window: expected at least 1, got {sliding_window}")
+    real = attention_mask != 0
+    place = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    behind = place[:, None] - place[None, :]
+    near = behind >= 0
+    if sliding_window is not None:
+        near = near & (behind < sliding_window)
+    seen = near[None] & real[:, None, :] & real[:, :, None]
+    if sequence_ids is not None:
+        seen = seen & (sequence_ids[:, :, None] == sequence_ids[:, None, :])
+    return (seen | (behind == 0)[None])[:, None]

@@ -1,0 +1,251 @@
+"""Whole iterations of transformers models under the runner, without any layer of ours.
+
+Letters: B sequences, S tokens of a padded sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from staticmoe import RunnerConfig, StaticMoERunner
+from staticmoe.errors import ConfigError, ModelError
+from staticmoe.integrations import huggingface
+
+transformers = pytest.importorskip("transformers")
+huggingface.register()
+
+SERVED = [
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe",
+    "minimax_m2", "phimoe", "ernie4_5_moe", "dots1", "flex_olmo", "hunyuan_v1_moe", "afmoe",
+]  # fmt: skip
+B, S = 3, 8
+
+
+def padded(lengths: list[int], *, left: bool = False) -> dict[str, Tensor]:
+    """Random sequences of these lengths in [B,S]: tokens, mask, labels that count no padding, positions."""
+    tokens = torch.randint(3, 64, (len(lengths), S))
+    place = torch.arange(S)
+    real = torch.stack([(place >= S - n) if left else (place < n) for n in lengths])
+    return {
+        "input_ids": torch.where(real, tokens, 0),
+        "attention_mask": real.long(),
+        "labels": torch.where(real, tokens, -100),
+        "position_ids": (real.long().cumsum(1) - 1).clamp(min=0),
+    }
+
+
+def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The model's own loss, its mask made ready as the eager attention wants it."""
+    return model(**{**batch, "attention_mask": additive(batch["attention_mask"])}, use_cache=False).loss
+
+
+def additive(attention_mask: Tensor, **options: Any) -> Tensor:
+    return torch.where(huggingface.causal_mask(attention_mask, **options), 0.0, torch.finfo(torch.float32).min)
+
+
+def prepared(build: Callable[..., Any], name: str, **over: Any) -> Any:
+    model = build(name, "staticmoe", **over).train()
+    huggingface.prepare(model)
+    return model
+
+
+def train(model: Any, batches: list[dict[str, Tensor]], capture: str, **options: Any) -> list[Any]:
+    """Results of one step for each batch."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = RunnerConfig(capture=capture, **options)
+    with StaticMoERunner(
+        model, optimizer, example_batch=batches[0], loss_fn=loss, token_mask="attention_mask", config=config
+    ) as runner:
+        results = [runner.step(batch) for batch in batches]
+        runner.synchronize()
+    return results
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_twenty_captured_steps_are_the_uncaptured_ones(name: str, build: Callable[..., Any]) -> None:
+    """Other lengths and other experts in each step: losses, parameters and counts are bitwise the same."""
+    batches = [padded(torch.randint(2, S + 1, (B,)).tolist()) for _ in range(20)]
+    found = []
+    for capture in ("emulate", "off"):
+        # PhiMoE routes with noise while it trains.
+        torch.manual_seed(0)
+        model = prepared(build, name)
+        results = train(model, batches, capture)
+        counts = [{n: (layer.routed, layer.kept) for n, layer in result.moe.items()} for result in results]
+        found.append(([result.loss for result in results], model.state_dict(), counts))
+    (losses, state, counts), (want_losses, want_state, want_counts) = found
+    assert losses == want_losses and len(set(losses)) == 20
+    assert all(torch.equal(state[key], want_state[key]) for key in want_state)
+    assert counts == want_counts
+
+
+def test_padding_is_counted_nowhere_and_takes_no_capacity(build: Callable[..., Any]) -> None:
+    """Every layer routes K assignments for each real token; with a capacity that the real ones just fit, none drops."""
+    lengths = [3, S, 1]
+    model = prepared(build, "mixtral")
+    (result,) = train(model, [padded(lengths)], "emulate", capacity_factor=12 / 24 + 1e-6, capacity_scope="rank")
+    assert len(result.moe) == 2
+    for layer in result.moe.values():
+        assert sum(layer.routed) == sum(layer.kept) == 2 * sum(lengths)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_padded_batch_is_its_sequences_alone(
+    name: str, left: bool, build: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
+) -> None:
+    """Logits of real tokens, and the gradients of their sum, are those of the eager experts without padding."""
+    lengths = [3, S, 5]
+    batch = padded(lengths, left=left)
+    real = batch["attention_mask"].bool()
+    model, plain = build(name, "staticmoe"), build(name)
+    mask, places = additive(batch["attention_mask"]), batch["position_ids"]
+    got = model(input_ids=batch["input_ids"], attention_mask=mask, position_ids=places, use_cache=False).logits
+    alone = [
+        plain(input_ids=row[keep][None], use_cache=False).logits[0]
+        for row, keep in zip(batch["input_ids"], real, strict=True)
+    ]
+    want = torch.cat(alone)
+    assert error(got[real], want) < 1e-5
+    direction = torch.randn_like(want)
+    grads = torch.autograd.grad((got[real] * direction).sum(), list(model.parameters()), allow_unused=True)
+    wants = torch.autograd.grad((want * direction).sum(), list(plain.parameters()), allow_unused=True)
+    for mine, theirs in zip(grads, wants, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert error(mine, theirs) < 2e-5
+
+
+def test_packed_sequences_are_those_alone(build: Callable[..., Any], error: Callable[[Tensor, Tensor], float]) -> None:
+    """Three sequences and padding in one row of S, told apart by their numbers."""
+    model = build("qwen3_moe", "staticmoe")
+    lengths = [2, 3, 1]
+    tokens = torch.randint(3, 64, (1, S))
+    numbers = torch.tensor([[0, 0, 1, 1, 1, 2, 3, 3]])
+    places = torch.tensor([[0, 1, 0, 1, 2, 0, 0, 1]])
+    mask = additive((numbers < 3).long(), sequence_ids=numbers)
+    got = model(input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False).logits[0]
+    start = 0
+    for length in lengths:
+        piece = tokens[:, start : start + length]
+        want = model(input_ids=piece, use_cache=False).logits[0]
+        assert error(got[start : start + length], want) < 1e-5
+        start += length
+
+
+def test_a_window_ends_what_is_seen() -> None:
+    mask = huggingface.causal_mask(torch.ones(1, 4), sliding_window=2)
+    assert mask[0, 0].tolist() == [
+        [True, False, False, False], [True, True, False, False], [False, True, True, False], [False, False, True, True],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"sequence_ids": torch.zeros(1, 3)}, {"sliding_window": 0}])
+def test_masks_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        huggingface.causal_mask(torch.ones(1, 4), **options)
+    with pytest.raises(ConfigError, match=r"attention_mask: expected \[batch, tokens\]"):
+        huggingface.causal_mask(torch.ones(4), **options)
+
+
+@pytest.mark.parametrize("change", ["checkpointing", "tied", "accumulation", "frozen experts", "frozen layer"])
+def test_what_users_do_to_a_model(change: str, build: Callable[..., Any]) -> None:
+    """Each is captured as it runs, and what is frozen stays."""
+    batches = [padded([3, S, 5]), padded([S, 2, 2]), padded([1, 4, 7]), padded([6, 6, 6])]
+    options: dict[str, Any] = {}
+    if change == "accumulation":
+        options["gradient_accumulation_steps"] = 2
+        batches = [
+            {key: torch.stack([a[key], b[key]]) for key in a} for a, b in zip(batches[::2], batches[1::2], strict=True)
+        ]
+    found = []
+    for capture in ("emulate", "off"):
+        model = prepared(build, "qwen3_moe", tie_word_embeddings=change == "tied")
+        before = copy.deepcopy(model.state_dict())
+        frozen: list[str] = []
+        if change == "checkpointing":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for name, parameter in model.named_parameters():
+            if (change == "frozen experts" and ".experts." in name) or (
+                change == "frozen layer" and "layers.0" in name
+            ):
+                parameter.requires_grad_(False)
+                frozen.append(name)
+        results = train(model, batches, capture, **options)
+        assert bool(frozen) == change.startswith("frozen")
+        assert all(torch.equal(model.state_dict()[name], before[name]) for name in frozen)
+        found.append(([result.loss for result in results], model.state_dict()))
+    (losses, state), (want_losses, want_state) = found
+    assert losses == want_losses and len(set(losses)) == len(batches)
+    assert all(torch.equal(state[key], want_state[key]) for key in want_state)
+
+
+def test_generate_and_save_between_steps(build: Callable[..., Any], tmp_path: Any) -> None:
+    """The model is the user's all the while: what generates and what is saved is what the steps have made of it."""
+    batches = [padded([3, S, 5]), padded([S, 2, 2]), padded([1, 4, 7])]
+    found = []
+    for disturbed in (True, False):
+        model = prepared(build, "mixtral")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with StaticMoERunner(
+            model, optimizer, example_batch=batches[0], loss_fn=loss, token_mask="attention_mask",
+            config=RunnerConfig(capture="emulate"),
+        ) as runner:  # fmt: skip
+            for batch in batches:
+                runner.step(batch)
+                if disturbed:
+                    runner.synchronize()
+                    model.generate(batch["input_ids"][:1, :3], max_new_tokens=2, do_sample=False)
+                    model.save_pretrained(tmp_path)
+            runner.synchronize()
+        found.append(model.state_dict())
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="staticmoe")
+    for key, value in found[1].items():
+        assert torch.equal(found[0][key], value) and torch.equal(saved.state_dict()[key], value)
+    assert not [key for key in found[0] if "step" in key or "staticmoe" in key]
+
+
+def test_a_model_that_was_not_prepared_is_told_so(build: Callable[..., Any]) -> None:
+    model = build("mixtral", "staticmoe")
+    with pytest.raises(ModelError, match=r"huggingface.prepare\(model\)"):
+        train(model, [padded([3, S, 5])], "off")
+
+
+def test_two_runners_on_one_model_are_refused(build: Callable[..., Any]) -> None:
+    model, batch = prepared(build, "mixtral"), padded([3, S, 5])
+    huggingface.prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = {"example_batch": batch, "loss_fn": loss, "config": RunnerConfig(capture="off")}
+    with StaticMoERunner(model, optimizer, **given), pytest.raises(ModelError, match="close that runner"):
+        StaticMoERunner(model, optimizer, **given)
+    with StaticMoERunner(model, optimizer, **given) as again:
+        assert again.step(batch).loss > 0
+
+
+def test_a_mask_of_other_tokens_is_refused(build: Callable[..., Any]) -> None:
+    model, batch = prepared(build, "mixtral"), padded([3, S, 5])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(ModelError, match="token_mask: expected one value for each of the 24 tokens"):
+        StaticMoERunner(
+            model, optimizer, example_batch=batch, loss_fn=loss, token_mask=lambda b: b["attention_mask"][:, 1:],
+            config=RunnerConfig(capture="off"),
+        )  # fmt: skip
+
+
+def test_a_dropped_model_is_let_go(build: Callable[..., Any]) -> None:
+    """The participant beside a module does not keep it alive."""
+    import gc
+    import weakref
+
+    model = prepared(build, "mixtral")
+    module = weakref.ref(next(m for m in model.modules() if hasattr(m, "is_transposed")))
+    assert isinstance(module(), nn.Module)
+    del model
+    gc.collect()
+    assert module() is None
