@@ -46,7 +46,7 @@ else:
     @triton.jit
     def rounded(value, DTYPE: tl.constexpr):
         """Return fp32 values rounded to DTYPE, in DTYPE and widened again."""
-        if DTYPE == tl.bfloat16:
+        if DTYPE == tl.bfloat16:  # noqa: SIM300
             narrow, wide = tl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
                 "=&r,=r,=r,r,r",
@@ -55,7 +55,7 @@ else:
                 is_pure=True,
                 pack=2,
             )
-        elif DTYPE == tl.float16:
+        elif DTYPE == tl.float16:  # noqa: SIM300
             narrow, wide = tl.inline_asm_elementwise(
                 "{ .reg .b16 low, high; cvt.rn.f16x2.f32 $0, $4, $3; mov.b32 {low, high}, $0; cvt.f32.f16 $1, low; "
                 "cvt.f32.f16 $2, high; }",

@@ -51,7 +51,7 @@ def _load_slice(at, column, columns, inside, HALVES: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def _derive(gate, up, d_act, weight, HALVES: tl.constexpr, ACT: tl.constexpr, DTYPE: tl.constexpr):
+def derive(gate, up, d_act, weight, HALVES: tl.constexpr, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """Return d_gate, d_up (ungated: the same twice), the weighted activation, and the row sums of d_act times it."""
     gate = gate.to(tl.float32)
     weight = weight[:, None]
@@ -164,7 +164,7 @@ def staticmoe_dact_gemm(
                 gate, up, mask = _load_slice(
                     pre_at + (i + 1) * WIDTH, column + (i + 1) * WIDTH, columns, inside, HALVES, WIDTH
                 )
-            d_gate, d_up, act, products = _derive(now_gate, now_up, slices[i], weight, HALVES, ACT, DTYPE)
+            d_gate, d_up, act, products = derive(now_gate, now_up, slices[i], weight, HALVES, ACT, DTYPE)
             part += products
             tl.store(d_pre_at + i * WIDTH, d_gate, mask=now_mask)
             if HALVES == 2:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from staticmoe.kernels import descriptors
 
-_SWIZZLE_BYTES = 128
+_MOST_SWIZZLE_BYTES = 128
 _FAR = gl.constexpr(1 << 30)
 _MAGIC_BITS = gl.constexpr(30)
 
@@ -32,7 +32,9 @@ def ragged_descriptor(rows: Tensor, groups: int, box: list[int]) -> TensorDescri
 
 
 def _laid_out(made: descriptors.TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(_SWIZZLE_BYTES, 8 * tensor.element_size(), len(made.block_shape))
+    size, box = tensor.element_size(), made.block_shape
+    # As wide as a row of the box, which is a power of two.
+    layout = gl.NVMMASharedLayout(min(_MOST_SWIZZLE_BYTES, box[-1] * size), 8 * size, len(box))
     return TensorDescriptor(tensor, made.shape, made.strides, made.block_shape, layout)
 
 
@@ -40,6 +42,12 @@ def _laid_out(made: descriptors.TensorDescriptor, tensor: Tensor) -> TensorDescr
 def load_rows(descriptor, end, count, group, column, barrier, buffer):
     """Start the copy of rows from `end - count` and columns from `column` of `group` on; zeros from `end` on."""
     tma.async_copy_global_to_shared(descriptor, [_FAR, end, group, -count + _FAR, column], barrier, buffer)
+
+
+@gluon.jit
+def store_rows(descriptor, end, count, group, column, buffer):
+    """Start the copy of a buffer to rows from `end - count` and columns from `column` of `group` on, up to `end`."""
+    tma.async_copy_shared_to_global(descriptor, [_FAR, end, group, -count + _FAR, column], buffer)
 
 
 @builtin

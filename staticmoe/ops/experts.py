@@ -301,7 +301,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     pre, *tensors = ctx.saved_tensors
-    # Its gradient takes its place, unless there may be another backward through this graph, or this one is traced.
+    # Its gradient may take its place, unless another backward through this graph may follow, or this one is traced.
     last = not torch._C._autograd._get_current_graph_task_keep_graph()
     d_pre = pre if last and type(pre) is Tensor else None
     needs = list(ctx.needs_input_grad[:6])

@@ -17,8 +17,11 @@ from staticmoe.reference import ACTIVATIONS
 
 pytest.importorskip("triton")
 
+from staticmoe.kernels.dact import dact  # noqa: E402
+from staticmoe.kernels.hopper import dact as hopper_dact  # noqa: E402
 from staticmoe.kernels.hopper import weight_grad as hopper  # noqa: E402
 from staticmoe.kernels.tile_table import tile_for  # noqa: E402
+from staticmoe.kernels.tiles import Tile  # noqa: E402
 from staticmoe.kernels.weight_grad import weight_grad  # noqa: E402
 from staticmoe.ops.launch import combine as combine_launch  # noqa: E402
 from staticmoe.ops.launch import experts as experts_launch  # noqa: E402
@@ -263,6 +266,86 @@ def test_the_hopper_weight_gradient_is_taken_where_it_serves(
         assert got is not None
         assert error(got.double(), reference.grouped_weight_grad(grad.double(), rows, plan[0])) < TOLERANCES[dtype]
     assert taken == [hopper.SHORT]
+
+
+@pytest.fixture
+def hopper_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Hopper's launchers as the ops take them, the Triton ones standing in: what each was called for, in order."""
+    taken: list[tuple[str, Any]] = []
+
+    def weight_grad_stands_in(*operands: Tensor, pipeline: hopper.Pipeline, **options: Any) -> None:
+        taken.append(("weight_grad", options["gather"]))
+        tile = tile_for("weight_grad_down", dtype=operands[0].dtype, rows_per_expert=9.0, capability=(9, 0))
+        weight_grad(*operands, tile=tile, **options)
+
+    def dact_stands_in(*operands: Tensor, **options: Any) -> None:
+        taken.append(("dact", options["top_k"]))
+        dact(*operands, tile=Tile(rows=128, columns=128, depth=16, warps=8, stages=2), **options)
+
+    monkeypatch.setattr(products, "takes_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(hopper, "weight_grad", weight_grad_stands_in)
+    monkeypatch.setattr(hopper_dact, "dact", dact_stands_in)
+    return taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("least", [12.7, 12.5])
+def test_the_hopper_d_activation_is_taken_where_it_serves(
+    dtype: torch.dtype,
+    least: float,
+    case: Callable[..., Any],
+    error: Callable[[Tensor, Tensor], float],
+    hopper_launches: list[tuple[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In 16 bits from a mean load on, 63 / 5 here: in place if asked. The Triton kernel writes elsewhere then."""
+    monkeypatch.setattr(hopper_dact, "_ROWS_FROM", least)
+    c = small_case(case, dtype, rows=70, bias=True)
+    operands = block(c, dtype)
+    _, pre = experts_launch.experts_forward(*operands, "swiglu")
+    grad = torch.randn_like(operands[0])
+    wide = [None if t is None else t.double() for t in operands[:6]]
+    wants = reference.experts_backward(
+        grad.double(), wide[0], pre.double(), *wide[1:4], wide[5], *operands[6:], "swiglu", [True] * 6
+    )
+    taken = least < 63 / 5 and dtype != torch.float32
+    used = int(c.plan.expert_offsets[-1])
+    before, found = pre.clone(), []
+    for d_pre in (None, torch.full_like(pre, float("nan")), pre):
+        hopper_launches.clear()
+        got = experts_launch.experts_backward(grad, pre, *operands, "swiglu", [True] * 6, d_pre=d_pre)
+        assert (("dact", 3) in hopper_launches) == taken
+        for name, mine, theirs in zip(NAMES, got, wants, strict=True):
+            assert mine is not None and theirs is not None and error(mine.double(), theirs) < TOLERANCES[dtype], name
+        found.append(got)
+        if d_pre is not None and d_pre is not pre:
+            assert not d_pre[:used].isnan().any()
+    assert torch.equal(pre[:used], before[:used]) == (not taken)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copy_from", [1 << 30, 0])
+def test_on_hopper_the_up_gradient_gathers_and_copies_nothing(
+    copy_from: int,
+    case: Callable[..., Any],
+    hopper_launches: list[tuple[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The down gradient reads the rows that the d-activation had copied; the Triton kernels, in fp32, copy for both."""
+    monkeypatch.setattr(experts_launch, "_COPY_FROM", copy_from)
+    monkeypatch.setattr(hopper_dact, "_ROWS_FROM", 0)
+    copies: list[Tensor] = []
+    copy = experts_launch.gather_weighted
+    monkeypatch.setattr(experts_launch, "gather_weighted", lambda *a, **k: (copies.append(a[0]), copy(*a, **k)))
+    for dtype, expected in ((torch.float16, 2), (torch.float32, 3)):
+        operands = block(small_case(case, dtype, bias=True), dtype)
+        copies.clear()
+        _, pre = experts_launch.experts_forward(*operands, "swiglu")
+        experts_launch.experts_backward(torch.randn_like(operands[0]), pre, *operands, "swiglu", [True] * 6)
+        assert len(copies) == (0 if copy_from else expected)
+    top_k, gather = (3, "left") if copy_from else (None, None)
+    assert hopper_launches == [("dact", top_k), ("weight_grad", gather), ("weight_grad", "right")]
 
 
 def test_a_cpu_takes_no_hopper_kernel_and_imports_no_gluon() -> None:

@@ -26,6 +26,9 @@ class Products:
         expert_offsets: [E+1].
         row_assignment: [R].
         assignment_row: [T,K].
+
+    Attributes:
+        on_hopper: whether the kernels of `kernels/hopper` run here.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Products:
         self.programs, self._capability = gpu(expert_offsets.device)
         self.allow_tf32 = wants_tf32()
         self._dtype = dtype
-        self._on_hopper = takes_hopper_kernels(expert_offsets.device)
+        self.on_hopper = takes_hopper_kernels(expert_offsets.device)
         self._experts, self._rows = expert_offsets.shape[0] - 1, row_assignment.shape[0]
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -51,15 +54,15 @@ class Products:
         """Tile of a kernel."""
         return tile_for(kernel, dtype=self._dtype, rows_per_expert=self.load, capability=self._capability)
 
-    def schedule(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Row tiles and their number for tiles of these rows."""
-        if tile.rows not in self._schedules:
+    def schedule(self, block_rows: int) -> tuple[Tensor, Tensor]:
+        """Row tiles and their number for tiles of so many rows."""
+        if block_rows not in self._schedules:
             # The bound is proved in `staticmoe.shapes.StaticShape.max_tiles`.
-            most = (self._rows + min(self._experts, self._rows) * (tile.rows - 1)) // tile.rows
+            most = (self._rows + min(self._experts, self._rows) * (block_rows - 1)) // block_rows
             schedule, count = self.offsets.new_empty(max(most, 1), 4), self.offsets.new_empty(1)
-            tile_schedule(self.offsets, schedule, count, block_rows=tile.rows)
-            self._schedules[tile.rows] = (schedule, count)
-        return self._schedules[tile.rows]
+            tile_schedule(self.offsets, schedule, count, block_rows=block_rows)
+            self._schedules[block_rows] = (schedule, count)
+        return self._schedules[block_rows]
 
     def product(
         self, kernel: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, transposed: bool,
@@ -72,7 +75,7 @@ class Products:
             weight,
             bias,
             out,
-            *self.schedule(tile),
+            *self.schedule(tile.rows),
             transposed=transposed,
             row_assignment=self.row_assignment if gather else None,
             top_k=self.top_k,
@@ -83,6 +86,15 @@ class Products:
         )
         return out
 
+    def takes_hopper_weight_grad(self, left: Tensor, right: Tensor, out: Tensor, *, gather: Side) -> bool:
+        """Whether `weight_grad` takes the kernel of Hopper, which is as fast with gathered tokens as with rows."""
+        if not self.on_hopper:
+            return False
+        # Imported here: nobody else has a use for Gluon.
+        from staticmoe.kernels.hopper import weight_grad as hopper
+
+        return hopper.serves(left, right, out, gather=gather)
+
     def weight_grad(
         self, kernel: str, left: Tensor, right: Tensor, out: Tensor, *, gather: Side, add: bool = False
     ) -> None:
@@ -92,11 +104,9 @@ class Products:
             "gather": gather, "saved": None, "base_row": None, "top_k": self.top_k, "accumulate": add,
             "programs": self.programs,
         }  # fmt: skip
-        if self._on_hopper:
-            # Imported here: nobody else has a use for Gluon.
+        if self.takes_hopper_weight_grad(left, right, out, gather=gather):
             from staticmoe.kernels.hopper import weight_grad as hopper
 
-            if hopper.serves(left, right, out, gather=gather):
-                hopper.weight_grad(*operands, pipeline=hopper.pipeline_for(self.load), **common)
-                return
+            hopper.weight_grad(*operands, pipeline=hopper.pipeline_for(self.load), **common)
+            return
         weight_grad(*operands, tile=self.tile(kernel), allow_tf32=self.allow_tf32, **common)

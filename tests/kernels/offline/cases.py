@@ -120,15 +120,29 @@ def grouped_linear(*, dtype: torch.dtype, tile: Tile, gather: bool, transposed: 
     )  # fmt: skip
 
 
-def dact(*, dtype: torch.dtype, tile: Tile, activation: str = "swiglu", odd: int = 0, **options: Any) -> None:
-    """Gradient of the output to that of the pre-activation, in place."""
+def dact(
+    *,
+    dtype: torch.dtype,
+    tile: Tile | None,
+    activation: str = "swiglu",
+    odd: int = 0,
+    gather: bool = True,
+    **options: Any,
+) -> None:
+    """Gradient of the output to that of the pre-activation, in place; without a tile by the Hopper launcher."""
     halves, hidden, inner = 1 if activation == "relu2" else 2, H + odd, I + odd
-    pre, parts = empty(R, halves * inner, dtype=dtype), floats(R, kernel("dact").weight_parts(inner, tile))
-    grad, down_weight = empty(T, hidden, dtype=dtype), empty(E, hidden, inner, dtype=dtype)
-    kernel("dact").dact(
-        grad, ints(R), down_weight, pre, floats(T, K), pre, empty(R, inner, dtype=dtype), parts, ints(M, 4), ints(1),
-        top_k=K, activation=activation, tile=tile, programs=PROGRAMS, **options,
-    )  # fmt: skip
+    pre, act = empty(R, halves * inner, dtype=dtype), empty(R, inner, dtype=dtype)
+    grad, down_weight = empty(T if gather else R, hidden, dtype=dtype), empty(E, hidden, inner, dtype=dtype)
+    common = {"top_k": K if gather else None, "activation": activation, "programs": PROGRAMS, **options}
+    operands = grad, ints(R), down_weight, pre, floats(T, K), pre, act
+    if tile is not None:
+        parts = floats(R, kernel("dact").weight_parts(inner, tile))
+        kernel("dact").dact(*operands, parts, ints(M, 4), ints(1), tile=tile, **common)
+        return
+    hopper = kernel("hopper.dact")
+    if not hopper.serves(grad, down_weight, pre, activation=activation, rows_per_expert=MANY):
+        raise ValueError("the Hopper kernel does not take this")
+    hopper.dact(*operands, floats(R, hopper.weight_parts(inner)), ints(M, 4), ints(1), **common)
 
 
 def reduce_weight_grad(*, dtype: torch.dtype, tile: None, bias: bool) -> None:
@@ -316,7 +330,7 @@ def _product(
 
 
 def _hopper() -> list[Case]:
-    """Kernels of `kernels/hopper`, which exist for one GPU: each use with many and with few rows, and every variant."""
+    """Kernels of `kernels/hopper`, which exist for one GPU: each use with what its load decides, and every variant."""
     store, add = {"out": BF16, "accumulate": False}, {"out": FP32, "accumulate": True}
     calls: list[tuple[str, Callable[..., None], torch.dtype, dict[str, Any]]] = []
     for name, launch in (("weight_grad_up", weight_grad_up), ("weight_grad_down", weight_grad_down)):
@@ -332,6 +346,14 @@ def _hopper() -> list[Case]:
         ("weight_grad_up, hopper, added in 16 bits", weight_grad_up, BF16, {"out": BF16, "accumulate": True}),
         ("weight_grad_down, hopper, added in 16 bits", weight_grad_down, FP16, {"out": FP16, "accumulate": True}),
         ("weight_grad_down, hopper, store fp32", weight_grad_down, BF16, {"out": FP32, "accumulate": False}),
+        ("dact, hopper", dact, BF16, {}),
+        ("dact, hopper, rows", dact, BF16, {"gather": False}),
+        ("dact, hopper, odd widths", dact, BF16, {"odd": 8}),
+        ("dact, hopper, rows, odd widths", dact, BF16, {"odd": 8, "gather": False}),
+        ("dact, hopper", dact, FP16, {}),
+        ("dact, hopper, rows", dact, FP16, {"gather": False}),
+        ("dact, hopper, relu2", dact, BF16, {"activation": "relu2"}),
+        ("dact, hopper, rows, relu2", dact, BF16, {"activation": "relu2", "gather": False}),
     ]
     return [
         Case(name=name, launch=launch, capability=HOPPER, dtype=dtype, matrix=True, options=options)
