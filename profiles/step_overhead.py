@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from staticmoe import RunnerConfig, StaticMoERunner
+from staticmoe.bench.timing import ceiling
 from staticmoe.demo.model import DemoLM, ModelConfig
 from staticmoe.observe.nvml import gpu_facts
 
@@ -243,20 +244,6 @@ def profile(mode: Any, data: list[dict[str, Tensor]], device: torch.device) -> d
         "host_syncs_per_step": {name: count / PROFILED for name, count in syncs.items() if count > 0},
         "gpu_idle_share": 1.0 - busy / window,
     }
-
-
-def ceiling(device: torch.device) -> float:
-    """TFLOP/s of an 8192^3 bf16 product on random data, median of 20."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.mm(a, b)
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(end))
-    return 2 * 8192**3 / statistics.median(times[3:]) / 1e9
 
 
 def sync_proof(size: Size, device: torch.device) -> bool:

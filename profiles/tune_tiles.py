@@ -26,13 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import moe_block
-import timing
 import torch
-from moe_block import SHAPES, Problem, Shape
 from torch import Tensor
 
+from staticmoe import bench as moe_block
 from staticmoe import functional, reference
+from staticmoe.bench import SHAPES, Problem, Shape, timing
 from staticmoe.kernels.tile_table import KERNELS, TABLE, tile_for
 from staticmoe.kernels.tiles import Tile
 from staticmoe.reference.grouped import gather_rows, gather_weights, grouped_mm
@@ -173,15 +172,27 @@ class Launches:
         }
 
     def as_launched(self) -> dict[str, Callable[[], Any]]:
-        """By name in the table: with its tile, or by the kernel of this GPU that the ops take instead."""
+        """By name in the table: with its tile, or by the kernel of this GPU that the ops take instead.
+
+        The copies of tokens to rows are made here, as the ops make them, and are not part of a call.
+        """
+        from staticmoe.ops.launch.experts import d_activation, rows_of_tokens, tokens_of_weight_grad_up
         from staticmoe.ops.launch.products import Products
 
-        plan = self.plan
-        on = Products(self.x.dtype, plan.expert_offsets, plan.row_assignment, plan.assignment_row)
-        down, up = (self.grad, self.act_weighted, self.d_down), (self.d_pre, self.x, self.d_gate_up)
         calls = {name: functools.partial(call, self.table_tile(name)) for name, call in self.calls().items()}
-        calls["weight_grad_down"] = functools.partial(on.weight_grad, "weight_grad_down", *down, gather="left")
-        calls["weight_grad_up"] = functools.partial(on.weight_grad, "weight_grad_up", *up, gather="right")
+        for name in ("up", "dact"):
+            # What the calls below read; the d-activation that the ops launch has memory of its own.
+            calls[name]()
+        plan, inner = self.plan, self.down.shape[2]
+        on = Products(self.x.dtype, plan.expert_offsets, plan.row_assignment, plan.assignment_row)
+        grad, top_k = rows_of_tokens(on, self.grad, inner)
+        rest = self.pre, self.d_pre, self.weights, self.down, "swiglu"
+        calls["dact"] = functools.partial(d_activation, on, grad, top_k, *rest)
+        tokens, side = tokens_of_weight_grad_up(on, self.d_pre, self.x, self.d_gate_up, inner)
+        down, up = (grad, self.act_weighted, self.d_down), (self.d_pre, tokens, self.d_gate_up)
+        left = None if top_k is None else "left"
+        calls["weight_grad_down"] = functools.partial(on.weight_grad, "weight_grad_down", *down, gather=left)
+        calls["weight_grad_up"] = functools.partial(on.weight_grad, "weight_grad_up", *up, gather=side)
         return calls
 
     def flops(self, kernel: str) -> int:

@@ -35,7 +35,7 @@ class ReplayError(StaticMoEError, RuntimeError):
 
 
 class SelfCheckError(StaticMoEError, RuntimeError):
-    """A replay did not reproduce the uncaptured iteration. Names what differs and by how much."""
+    """A replay did not reproduce the uncaptured iteration, or a block its oracle. Names what differs, and how much."""
 
 
 class CapacityError(StaticMoEError, RuntimeError):

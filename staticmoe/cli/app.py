@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from staticmoe.cli.bench import bench
 from staticmoe.cli.train import train
 from staticmoe.errors import StaticMoEError
 
@@ -27,6 +28,7 @@ class _Commands(TyperGroup):
 # Plain help and messages, the same on a terminal, in a pipe and in a log.
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.command("train")(train)
+app.command("bench")(bench)
 
 
 @app.callback()

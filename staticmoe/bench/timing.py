@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: captured calls, their times, and the ceilings of the device."""
+"""What the benchmarks share: captured calls, their times, and the ceilings of the device."""
 
 from __future__ import annotations
 
