@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staticmoe import bench as moe_block
 from staticmoe import functional, reference
-from staticmoe.bench import SHAPES, Problem, Shape, timing
+from staticmoe.bench import SHAPES, TOLERANCE, Problem, Shape, make_problem, provenance, timing
 from staticmoe.kernels.tile_table import KERNELS, TABLE, tile_for
 from staticmoe.kernels.tiles import Tile
 from staticmoe.reference.grouped import gather_rows, gather_weights, grouped_mm
@@ -246,8 +245,8 @@ class Checker:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         tokens, shape = CHECKED
-        self.launches = Launches(moe_block.make_problem(shape, tokens, "zipf", dtype, device), device)
-        self.want, self.tolerance = wanted(self.launches), moe_block.TOLERANCE[dtype]
+        self.launches = Launches(make_problem(shape, tokens, "zipf", dtype, device), device)
+        self.want, self.tolerance = wanted(self.launches), TOLERANCE[dtype]
         for kernel, call in self.launches.calls().items():
             call(self.launches.table_tile(kernel))
 
@@ -325,7 +324,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[st
     for name in arguments.shapes:
         for tokens in arguments.tokens:
             timing.clean(device)
-            p = moe_block.make_problem(SHAPES[name], tokens, "natural", torch.bfloat16, device)
+            p = make_problem(SHAPES[name], tokens, "natural", torch.bfloat16, device)
             launches = Launches(p, device)
             for kernel, call in launches.calls().items():
                 # In this order each kernel finds the inputs that the ones before it wrote.
@@ -418,10 +417,10 @@ def main() -> None:
     device = torch.device("cuda")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = arguments.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    provenance = moe_block.provenance(device, commit)
+    origin = provenance(device, commit)
     before = timing.ceiling(device)
     cases = measure(arguments, device)
-    result = {"provenance": provenance, "ceiling_tflops": [before, timing.ceiling(device)], "cases": cases}
+    result = {"provenance": origin, "ceiling_tflops": [before, timing.ceiling(device)], "cases": cases}
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -430,7 +429,7 @@ def main() -> None:
     for rule in rules:
         print(json.dumps(rule))
     if not arguments.dry_run:
-        timed = {"{}.{}".format(*capability): {key: provenance[key] for key in ("gpu", "torch", "triton", "commit")}}
+        timed = {"{}.{}".format(*capability): {key: origin[key] for key in ("gpu", "torch", "triton", "commit")}}
         write_table(merged(json.loads(TABLE.read_text()), rules, timed))
 
 
