@@ -101,6 +101,12 @@ def test_its_numbers_are_those_of_the_results() -> None:
         assert f"{run['tokens_per_second']:,.0f}" in TEXT
 
 
+def test_the_card_of_families_is_what_was_found() -> None:
+    cards = json.loads((ROOT / "profiles" / "results" / "cpu" / "families.json").read_text())["families"]
+    assert f"All {len(cards)} families are captured" in TEXT
+    assert {card["captured"] for card in cards.values()} == {"bitwise"}
+
+
 def test_the_block_is_ahead_as_the_table_says() -> None:
     """Every row of the block's table follows from the committed result."""
     result = json.loads((ROOT / "profiles" / "results" / "h200" / "moe_block.json").read_text())
