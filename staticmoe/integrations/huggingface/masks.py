@@ -18,7 +18,7 @@ def causal_mask(
     """Return which keys each query sees: real ones, not later than itself, in its sequence, within the window.
 
     A token of padding sees itself alone, so that its row of scores is finite; nobody should look at its output. For
-    attention that wants a float mask, pass `torch.where(mask, 0.0, torch.finfo(dtype).min)`. Layers that are no attention
+    attention that wants a float mask, pass `torch.where(mask, 0.0, torch.finfo(dtype).min)`. Layers of another kind
     (convolution, linear attention, state space: LFM2, MiniMax, Nemotron-H) take padding out by a 2-D mask alone: with
     this one pad on the right, where it comes after all that is real.
 
