@@ -48,11 +48,13 @@ class CapacityPolicy:
         factor: against the balanced load; None is dropless.
         scope: "rank" bounds the rows of a rank, "expert" the rows of each expert.
         overflow: "rerun", "drop", "skip" or "raise".
+        renormalize: whether what a token keeps takes over the weight of what it lost.
     """
 
     factor: float | None = None
     scope: str = "rank"
     overflow: str = "rerun"
+    renormalize: bool = False
 
     def __post_init__(self) -> None:
         _positive_factor("capacity_factor", self.factor)
@@ -71,6 +73,8 @@ class RunnerConfig:
         capacity_scope: "rank" or "expert".
         overflow: what a step does whose rows exceed the capacity: "rerun" commits nothing and runs again where they fit
             (a dropless graph is captured beside), "drop" counts and commits, "skip" commits nothing, "raise" stops.
+        renormalize_drops: a token that lost an assignment to the capacity shares its weight out among those it kept, so
+            that the weights sum to what they did; else the lost share of its output is missing.
         eval_capacity_factor: capacity in `evaluate`; None is dropless, so that evaluation loses no token.
         gradient_accumulation_steps: micro-batches of one `step`.
         loss_reduction: how micro-batch losses are joined: "mean" divides by their number, "sum" adds,
@@ -94,6 +98,7 @@ class RunnerConfig:
     capacity_factor: float | None = None
     capacity_scope: str = "rank"
     overflow: str = "rerun"
+    renormalize_drops: bool = False
     eval_capacity_factor: float | None = None
     gradient_accumulation_steps: int = 1
     loss_reduction: str = "mean"
@@ -139,9 +144,19 @@ class RunnerConfig:
     @property
     def train_capacity(self) -> CapacityPolicy:
         """Capacity of training steps."""
-        return CapacityPolicy(factor=self.capacity_factor, scope=self.capacity_scope, overflow=self.overflow)
+        return CapacityPolicy(
+            factor=self.capacity_factor,
+            scope=self.capacity_scope,
+            overflow=self.overflow,
+            renormalize=self.renormalize_drops,
+        )
 
     @property
     def eval_capacity(self) -> CapacityPolicy:
         """Capacity of evaluation: what exceeds it is dropped and counted, never rerun."""
-        return CapacityPolicy(factor=self.eval_capacity_factor, scope=self.capacity_scope, overflow="drop")
+        return CapacityPolicy(
+            factor=self.eval_capacity_factor,
+            scope=self.capacity_scope,
+            overflow="drop",
+            renormalize=self.renormalize_drops,
+        )

@@ -147,7 +147,8 @@ class StaticMoE(nn.Module):
             ids, weights = routed.topk_ids, routed.topk_weights
         else:
             ids, weights = self._given_routing(routing, mask, tokens.shape[0])
-        plan = plan_step(binding, ids, weights, self._shape(tokens.shape[0], capacity_of(binding)))
+        shape = self._shape(tokens.shape[0], capacity_of(binding))
+        plan, weights = plan_step(binding, ids, weights, shape)
         gate_up, down = self.accumulated_parameters()
         y = self.experts(tokens, weights, plan, main_grads(binding, gate_up, down))
         if self.shared_expert is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from staticmoe import functional
@@ -36,13 +37,15 @@ def step_fields(num_experts: int) -> dict[str, tuple[int, ...]]:
     return {"routed": (num_experts,), "kept": (num_experts,)}
 
 
-def plan_step(binding: StepBinding | None, topk_ids: Tensor, topk_weights: Tensor, shape: StaticShape) -> RoutingPlan:
-    """Lay the assignments out at the capacity of `shape`, and count them.
+def plan_step(
+    binding: StepBinding | None, topk_ids: Tensor, topk_weights: Tensor, shape: StaticShape
+) -> tuple[RoutingPlan, Tensor]:
+    """Lay the assignments out at the capacity of `shape`, and count them; return the plan, and the weights to use.
 
     The plan of a step that will be run again is empty, and from an overflow on that leads to that.
 
     Shapes:
-        topk_ids [T,K] int; topk_weights [T,K] float.
+        topk_ids [T,K] int; topk_weights [T,K] float, as which the weights come back.
     Graph-safe: yes.
     """
     doom: dict[str, Tensor | bool] = {}
@@ -58,7 +61,28 @@ def plan_step(binding: StepBinding | None, topk_ids: Tensor, topk_weights: Tenso
     )
     if binding is not None:
         _count(binding, plan, shape)
-    return plan
+    if shape.can_overflow and capacity_of(binding).renormalize:
+        topk_weights = renormalized(topk_ids, topk_weights, plan)
+    return plan, topk_weights
+
+
+def renormalized(topk_ids: Tensor, topk_weights: Tensor, plan: RoutingPlan) -> Tensor:
+    """Scale the weights of what each token kept so that they sum to what all of its weights did.
+
+    A token that lost nothing keeps its weights bit for bit, and so does one that lost everything. Differentiable in the
+    kept weights; what was dropped has an exactly zero gradient, the sum that is aimed at being a constant.
+
+    Shapes:
+        topk_ids [T,K] int; topk_weights [T,K] float. Returns [T,K].
+    Graph-safe: yes.
+    """
+    kept = plan.assignment_row >= 0
+    wanted = (topk_ids >= 0) & (topk_ids < plan.num_experts)
+    left = torch.where(kept, topk_weights, 0.0).sum(1, keepdim=True)
+    goal = torch.where(wanted, topk_weights, 0.0).sum(1, keepdim=True).detach()
+    lost = (wanted & ~kept).any(1, keepdim=True) & (left != 0)
+    # The sum is replaced where it is not used: a division by zero would reach the gradient even so.
+    return torch.where(lost & kept, topk_weights * (goal / torch.where(lost, left, 1.0)), topk_weights)
 
 
 def _count(binding: StepBinding, plan: RoutingPlan, shape: StaticShape) -> None:

@@ -299,7 +299,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(pre, x, topk_weights, *_of_dtype(x, gate_up, down, casts), *rest)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 14
     pre, *tensors = ctx.saved_tensors
     # Its gradient may take its place, unless another backward through this graph may follow, or this one is traced.
     last = not torch._C._autograd._get_current_graph_task_keep_graph()

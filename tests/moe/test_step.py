@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from staticmoe import Reason
+from staticmoe import Reason, functional
 from staticmoe.config import CapacityPolicy
 from staticmoe.errors import ModelError
 from staticmoe.moe import StaticMoE
+from staticmoe.moe.step import renormalized
 from staticmoe.runner.participants import StepParticipant
 
 COUNTS = [
@@ -62,6 +63,46 @@ def test_counts_and_flag(
     assert binding.fields["routed"].tolist() == [2 * n for n in counts]
     assert binding.fields["kept"].tolist() == [2 * n for n in kept]
     assert binding.entered == 2 and binding.fields["kept"].dtype == torch.int64
+
+
+def test_what_a_token_keeps_takes_over_what_it_lost(device: torch.device) -> None:
+    """Token 0 keeps both, 1 loses its second choice, 2 loses both, 3 is padding; what was dropped has no gradient."""
+    ids = torch.tensor([[0, 1], [2, 1], [1, 1], [-1, -1]], device=device)
+    weights = torch.tensor([[0.7, 0.3], [0.8, 0.2], [0.1, 0.15], [0.0, 0.0]], device=device).requires_grad_()
+    plan = functional.make_plan(ids, weights, num_experts=3, expert_capacity=1)
+    assert (plan.assignment_row >= 0).tolist() == [[True, True], [True, False], [False, False], [False, False]]
+    got = renormalized(ids, weights, plan)
+    assert torch.equal(got[[0, 2, 3]], weights[[0, 2, 3]])
+    assert float(got[1, 0]) == 1.0 and got[1, 1] == weights[1, 1]
+    kept = torch.where(plan.assignment_row >= 0, got, 0.0)
+    (grad,) = torch.autograd.grad(kept[:2].square().sum(), weights)
+    # w / w · goal: what is left is all of it, whatever the weight.
+    assert torch.allclose(grad, torch.tensor([[1.4, 0.6], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], device=device))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_layer_renormalizes_when_it_is_told_to(
+    renormalize: bool, device: torch.device, bind: Callable[..., Any]
+) -> None:
+    """Against the experts with weights scaled here, for tokens that lost none, one or both of their assignments."""
+    torch.manual_seed(0)
+    layer = StaticMoE(8, 4, 4, 2, device=device)
+    x = torch.randn(64, 8, device=device)
+    bind(layer, factor=0.6, scope="expert", overflow="drop", renormalize=renormalize)
+    y, shape = layer(x), layer.static_shape(64)
+    layer.bind_step(None)
+    routed = layer.router(x, None)
+    plan = functional.make_plan(
+        routed.topk_ids, routed.topk_weights, num_experts=4, expert_capacity=shape.expert_capacity
+    )
+    lost = (plan.assignment_row < 0).sum(1)
+    assert {0, 1} <= set(lost.tolist())
+    weights = routed.topk_weights
+    if renormalize:
+        scale = 1 / torch.where(plan.assignment_row >= 0, weights, 0.0).sum(1, keepdim=True)
+        weights = torch.where((lost == 1)[:, None], weights * scale, weights)
+    want = layer.experts(x, weights, plan)
+    assert torch.allclose(y, want, atol=1e-6) and not torch.allclose(y, layer(x), atol=1e-4)
 
 
 def test_outside_of_an_iteration_it_is_a_layer_without_a_runner(device: torch.device, bind: Callable[..., Any]) -> None:

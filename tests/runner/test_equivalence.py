@@ -109,7 +109,14 @@ def test_other_optimizers_and_accumulation_too(captured: str, assert_same: Same,
     assert_same(train(captured, 12, max_in_flight=3, **options), train("off", 12, **options))
 
 
-@pytest.mark.parametrize("options", [{"capacity_factor": 0.6, "overflow": "drop"}, {"autocast": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capacity_factor": 0.6, "overflow": "drop"},
+        {"capacity_factor": 0.6, "overflow": "drop", "renormalize_drops": True},
+        {"autocast": torch.bfloat16},
+    ],
+)
 def test_capacity_and_autocast_too(captured: str, assert_same: Same, options: dict[str, Any]) -> None:
     """With drops, and in bf16."""
     options = {**options, "device": device_of(captured)}

@@ -70,7 +70,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     x, weights = _cast(hidden_states, weights, whole=activation is not None)
     binding = step_of(self)
     top_k_index, top_k_weights = masked(binding, top_k_index, top_k_weights)
-    plan = plan_step(binding, top_k_index, top_k_weights, _static_shape(self, binding, top_k_index, weights))
+    shape = _static_shape(self, binding, top_k_index, weights)
+    plan, top_k_weights = plan_step(binding, top_k_index, top_k_weights, shape)
     if activation is None:
         y = _by_parts(self, x, top_k_index, top_k_weights, plan, weights)
     else:
