@@ -47,7 +47,7 @@ class GradientSum:
         self._bindings = bindings
         self._parameters: list[nn.Parameter] = []
         self._accumulators: dict[str, list[nn.Parameter]] = {}
-        # Most and fewest forwards of a micro-batch that reached a participant, of those that were looked at.
+        # How often a forward reached a participant, in the micro-batches that were looked at.
         self._entered: dict[str, set[int]] = collections.defaultdict(set)
         self._before: dict[str, int] = {}
         self._lent: dict[nn.Parameter, Tensor] = {}
@@ -83,14 +83,17 @@ class GradientSum:
             CaptureError: reentrant checkpointing.
         """
         self._count()
+        versions = {parameter: buffer._version for parameter, buffer in self._lent.items()}
         found = self._differentiate(objective)
         seen = {tensor.data_ptr() for tensor in self._seen}
         others: list[Tensor] = []
         for parameter, gradient in zip(self._parameters, found, strict=True):
             if parameter in self._lent:
+                buffer = self._lent[parameter]
+                written = buffer._version != versions[parameter]
                 if gradient.data_ptr() not in seen:
-                    # The loss depends on the weight in another way as well.
-                    self._lent[parameter].add_(gradient)
+                    # The loss depends on the weight in another way, beside the layer or alone.
+                    buffer.add_(gradient) if written or self._total is not None else buffer.copy_(gradient)
             else:
                 others.append(_laid_out_like(parameter, gradient))
         if self._total is not None:

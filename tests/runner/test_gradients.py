@@ -31,11 +31,11 @@ class Keeper(torch.optim.SGD):
 class Model(nn.Module):
     """A dense layer and a MoE layer, used `uses` times; notes what its layer was lent."""
 
-    def __init__(self, dtype: torch.dtype, uses: int = 1, penalty: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, uses: int = 1, penalty: bool = False, reached: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8, dtype=dtype)
         self.moe = StaticMoE(8, 16, 4, 2, dtype=dtype)
-        self.uses, self.penalty = uses, penalty
+        self.uses, self.penalty, self.reached = uses, penalty, reached
         self.lent: list[tuple[int, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +46,10 @@ class Model(nn.Module):
         for _ in range(self.uses):
             x = self.moe(x)
         loss = x.float().square().mean()
-        return loss + self.moe.experts.down_proj.float().square().sum() if self.penalty else loss
+        if self.penalty:
+            # Of every parameter, so that each has a gradient.
+            loss = (loss if self.reached else 0.0) + sum(p.float().square().sum() for p in self.parameters())
+        return loss
 
 
 def run(model: Model, batches: list[Tensor], captured: str, **options: Any) -> list[Tensor]:
@@ -101,9 +104,9 @@ def test_sixteen_bits_are_summed_in_fp32(captured: str) -> None:
     assert worse
 
 
-@pytest.mark.parametrize("options", [{}, {"uses": 2}, {"penalty": True}])
+@pytest.mark.parametrize("options", [{}, {"uses": 2}, {"penalty": True}, {"penalty": True, "reached": False}])
 def test_every_way_of_use_gives_autograds_sum(options: dict[str, Any], captured: str) -> None:
-    """A layer used twice is lent nothing; a weight that the loss uses in another way too gets both parts."""
+    """A layer used twice is lent nothing; a weight that the loss uses in another way gets that part too, or alone."""
     model, batches = setup(captured, torch.float32, **options)
     parts = by_micro_batch(model, batches, torch.float64)
     got = run(model, batches, captured)
