@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from staticmoe import functional
+from staticmoe.moe.step import balance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +119,7 @@ class Router(nn.Module):
         Source: auxiliary-loss-free balancing (arXiv 2408.15664).
         Graph-safe: yes; the buffer is written in place.
         """
-        # sign(mean - routed) without a division: sum - E·routed has the same sign and is exact.
-        direction = torch.sign(routed.sum() - routed.shape[0] * routed).to(torch.float32)
-        updated = self.balancing_bias + self.balancing_bias_rate * direction
-        self.balancing_bias.copy_(torch.where(veto == 0, updated, self.balancing_bias))
+        balance(self.balancing_bias, routed, self.balancing_bias_rate, veto)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A cast of the module moves the bias and leaves its dtype: in bf16 steps of the rate would round away.

@@ -101,3 +101,17 @@ def main_grads(binding: StepBinding | None, gate_up: nn.Parameter, down: nn.Para
         return None
     lent = binding.main_grads
     return functional.MainGrads(lent[gate_up], lent[down], binding.seen, add=binding.adding)
+
+
+def balance(bias: Tensor, routed: Tensor, rate: float, veto: Tensor) -> None:
+    """Raise the bias of experts below the mean load by the rate and lower that of experts above it.
+
+    Shapes:
+        bias fp32 of E elements; routed [E] int64, assignments before capacity; veto fp32 scalar, anything but 0 changes
+        nothing.
+    Source: auxiliary-loss-free balancing (arXiv 2408.15664).
+    Graph-safe: yes; the bias is written in place.
+    """
+    # sign(mean - routed) without a division: sum - E·routed has the same sign and is exact.
+    direction = torch.sign(routed.sum() - routed.shape[0] * routed).to(torch.float32).view_as(bias)
+    bias.copy_(torch.where(veto == 0, bias + rate * direction, bias))

@@ -211,6 +211,45 @@ def test_generate_and_save_between_steps(build: Callable[..., Any], tmp_path: An
     assert not [key for key in found[0] if "step" in key or "staticmoe" in key]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "minimax_m2"])
+def test_the_selection_bias_moves_towards_even_loads_when_asked(name: str, build: Callable[..., Any]) -> None:
+    """By the rate, up below the mean and down above it, in every layer; captured as uncaptured; not at all unasked."""
+    batches = [padded([3, S, 5]), padded([S, 2, 2])]
+
+    def biases(model: Any) -> dict[str, Tensor]:
+        every = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        return {
+            n.rpartition(".mlp.")[0]: t.detach().clone().flatten()
+            for n, t in every.items()
+            if n.endswith("correction_bias")
+        }
+
+    found = []
+    for capture, rate in (("emulate", 0.125), ("off", 0.125), ("emulate", 0.0)):
+        model = build(name, "staticmoe").train()
+        huggingface.prepare(model, balancing_bias_rate=rate)
+        before = biases(model)
+        results = train(model, batches, capture)
+        expected = dict(before)
+        for result in results:
+            for layer, load in result.moe.items():
+                routed = torch.tensor(load.routed)
+                step = torch.sign(routed.sum() - len(routed) * routed).float() * rate
+                expected[layer.rpartition(".mlp.")[0]] = expected[layer.rpartition(".mlp.")[0]] + step
+        after = biases(model)
+        assert after and all(torch.equal(after[layer], expected[layer]) for layer in after)
+        found.append(after)
+    assert all(torch.equal(found[0][layer], found[1][layer]) for layer in found[0])
+    assert any(not torch.equal(found[0][layer], found[2][layer]) for layer in found[0])
+
+
+def test_a_bias_that_is_not_there_or_too_coarse_is_refused(build: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match="one e_score_correction_bias of 6 experts.*got 0.*balancing_bias_rate=0"):
+        huggingface.prepare(build("mixtral", "staticmoe"), balancing_bias_rate=0.1)
+    with pytest.raises(ModelError, match=r"expected fp32.*got torch.bfloat16"):
+        huggingface.prepare(build("minimax_m2", "staticmoe").bfloat16(), balancing_bias_rate=0.1)
+
+
 def test_a_model_that_was_not_prepared_is_told_so(build: Callable[..., Any]) -> None:
     model = build("mixtral", "staticmoe")
     with pytest.raises(ModelError, match=r"huggingface.prepare\(model\)"):

@@ -71,16 +71,20 @@ def check(model: nn.Module, batch: Any) -> dict[str, LayerCheck]:
     return found
 
 
-def prepare(model: nn.Module) -> None:
-    """Let every experts layer of `model` take part in the steps of a `StaticMoERunner`; a second call changes nothing.
+def prepare(model: nn.Module, *, balancing_bias_rate: float = 0.0) -> None:
+    """Let every experts layer of `model` take part in the steps of a `StaticMoERunner`; called again, set the rate.
 
     The layers then count under their module names, keep to the runner's capacity, and give no expert to tokens that
     the runner's `token_mask` takes out.
 
+    Args:
+        balancing_bias_rate: by how much each commit moves a layer's `e_score_correction_bias` towards even loads, as
+            DeepSeek-V3 was trained and transformers does not do; 0 leaves it as it is.
     Raises:
-        ModelError: the family's experts never look into the registry, or a layer uses another implementation.
+        ModelError: the family's experts never look into the registry, a layer uses another implementation, or has no
+            such bias in fp32 to update.
     """
-    attach(_served(model))
+    attach(model, _served(model), balancing_bias_rate)
 
 
 def _served(model: nn.Module) -> dict[str, Any]:

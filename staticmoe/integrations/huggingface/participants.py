@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from staticmoe.errors import ModelError
 from staticmoe.integrations.huggingface.activation import activation_of
-from staticmoe.moe.step import active, step_fields
+from staticmoe.moe.step import active, balance, step_fields
 from staticmoe.runner.participants import StepBinding, participant_of, stand_beside
+
+# As DeepSeek-V3 and those after it name what is added to scores for the choice of experts alone.
+_BIAS = "e_score_correction_bias"
 
 
 class ExpertsStep:
@@ -28,7 +31,23 @@ class ExpertsStep:
     def __init__(self, module: nn.Module) -> None:
         # Weakly, because this object lives as long as its module.
         self._module = weakref.ref(module)
+        self._balanced: tuple[weakref.ref[nn.Module], float] | None = None
         self.binding: StepBinding | None = None
+
+    def balance(self, block: nn.Module, rate: float) -> None:
+        """Update the selection bias of `block`, which holds router and experts, by `rate` at each commit; 0: leave it.
+
+        Raises:
+            ModelError: the block has no such bias, or one that is not fp32.
+        """
+        if rate:
+            bias = _selection_bias(block, self._need_module().down_proj.shape[0])
+            if bias.dtype != torch.float32:
+                raise ModelError(
+                    f"{type(block).__name__}.{_BIAS}: expected fp32, in which a step of {rate} counts; got "
+                    f"{bias.dtype}: cast it back after the model was cast"
+                )
+        self._balanced = (weakref.ref(block), rate) if rate else None
 
     def step_fields(self) -> Mapping[str, tuple[int, ...]]:
         """Return the record fields: assignments before capacity and rows kept, per expert."""
@@ -48,7 +67,14 @@ class ExpertsStep:
         self.binding = binding
 
     def commit_step(self, veto: Tensor) -> None:
-        """The experts have no state of their own."""
+        """Update the selection bias, if that was asked for; `veto` is fp32, non-zero to change nothing."""
+        if self._balanced is None or self.binding is None:
+            return
+        block, rate = self._balanced[0](), self._balanced[1]
+        assert block is not None, "a block holds its experts"
+        routed = self.binding.fields["routed"]
+        with torch.no_grad():
+            balance(_selection_bias(block, routed.shape[0]), routed, rate, veto)
 
     def accumulated_parameters(self) -> Sequence[nn.Parameter]:
         """Return the weights, where the whole block is one op that takes them as they lie; else none."""
@@ -59,6 +85,18 @@ class ExpertsStep:
         module = self._module()
         assert module is not None, "the participant of a module is found through the module"
         return module
+
+
+def _selection_bias(block: nn.Module, num_experts: int) -> Tensor:
+    """The bias that the router of `block` adds to scores when it chooses. Looked up anew: a move replaces buffers."""
+    named = [*block.named_buffers(), *block.named_parameters()]
+    found = {id(t): t for name, t in named if name.endswith(_BIAS) and t.numel() == num_experts}
+    if len(found) != 1:
+        raise ModelError(
+            f"{type(block).__name__}: expected one {_BIAS} of {num_experts} experts to update; got {len(found)}: pass "
+            "balancing_bias_rate=0 for this family"
+        )
+    return next(iter(found.values()))
 
 
 def as_they_lie(module: Any) -> bool:
@@ -73,11 +111,14 @@ def step_of(module: nn.Module) -> StepBinding | None:
     return active(participant.binding) if isinstance(participant, ExpertsStep) else None
 
 
-def attach(modules: Mapping[str, nn.Module]) -> None:
-    """Put a participant beside each module that has none."""
-    for module in modules.values():
-        if participant_of(module) is None:
-            stand_beside(module, ExpertsStep(module))
+def attach(model: nn.Module, modules: Mapping[str, nn.Module], balancing_bias_rate: float) -> None:
+    """Put a participant beside each module that has none, and tell each how its block is balanced."""
+    for name, module in modules.items():
+        participant = participant_of(module)
+        if not isinstance(participant, ExpertsStep):
+            participant = ExpertsStep(module)
+            stand_beside(module, participant)
+        participant.balance(model.get_submodule(name.rpartition(".")[0]), balancing_bias_rate)
 
 
 def masked(binding: StepBinding | None, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
