@@ -51,9 +51,6 @@ def loss(model: Any, given: dict[str, Tensor], *, ready: bool) -> Tensor:
     mask = given["attention_mask"]
     if ready:
         mask = huggingface.causal_mask(mask)
-        if model.config._attn_implementation == "eager":
-            # Which adds its mask.
-            mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     out = model(input_ids=given["input_ids"], attention_mask=mask, use_cache=False)
     last = out.logits if hasattr(out, "logits") else out.last_hidden_state
     return (last * given["attention_mask"][..., None]).square().mean()

@@ -23,8 +23,7 @@ WHERE = {
 
 
 def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    seen = huggingface.causal_mask(batch["attention_mask"])
-    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    mask = huggingface.causal_mask(batch["attention_mask"])
     return model(**{**batch, "attention_mask": mask}, use_cache=False).loss
 
 

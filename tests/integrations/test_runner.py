@@ -41,12 +41,8 @@ def padded(lengths: list[int], *, left: bool = False) -> dict[str, Tensor]:
 
 
 def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss, its mask made ready as the eager attention wants it."""
-    return model(**{**batch, "attention_mask": additive(batch["attention_mask"])}, use_cache=False).loss
-
-
-def additive(attention_mask: Tensor, **options: Any) -> Tensor:
-    return torch.where(huggingface.causal_mask(attention_mask, **options), 0.0, torch.finfo(torch.float32).min)
+    """The model's own loss, its mask made ready."""
+    return model(**{**batch, "attention_mask": huggingface.causal_mask(batch["attention_mask"])}, use_cache=False).loss
 
 
 def prepared(build: Callable[..., Any], name: str, **over: Any) -> Any:
@@ -95,17 +91,19 @@ def test_padding_is_counted_nowhere_and_takes_no_capacity(build: Callable[..., A
         assert sum(layer.routed) == sum(layer.kept) == 2 * sum(lengths)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "sdpa, bool"])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_a_padded_batch_is_its_sequences_alone(
-    name: str, left: bool, build: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
+    name: str, left: bool, attention: str, build: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
     """Logits of real tokens, and the gradients of their sum, are those of the eager experts without padding."""
     lengths = [3, S, 5]
     batch = padded(lengths, left=left)
     real = batch["attention_mask"].bool()
-    model, plain = build(name, "staticmoe"), build(name)
-    mask, places = additive(batch["attention_mask"]), batch["position_ids"]
+    model, plain = build(name, "staticmoe", attention=attention.split(",")[0]), build(name)
+    dtype = torch.bool if attention.endswith("bool") else torch.float32
+    mask, places = huggingface.causal_mask(batch["attention_mask"], dtype=dtype), batch["position_ids"]
     got = model(input_ids=batch["input_ids"], attention_mask=mask, position_ids=places, use_cache=False).logits
     alone = [
         plain(input_ids=row[keep][None], use_cache=False).logits[0]
@@ -129,7 +127,7 @@ def test_packed_sequences_are_those_alone(build: Callable[..., Any], error: Call
     tokens = torch.randint(3, 64, (1, S))
     numbers = torch.tensor([[0, 0, 1, 1, 1, 2, 3, 3]])
     places = torch.tensor([[0, 1, 0, 1, 2, 0, 0, 1]])
-    mask = additive((numbers < 3).long(), sequence_ids=numbers)
+    mask = huggingface.causal_mask((numbers < 3).long(), sequence_ids=numbers)
     got = model(input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False).logits[0]
     start = 0
     for length in lengths:
@@ -140,13 +138,15 @@ def test_packed_sequences_are_those_alone(build: Callable[..., Any], error: Call
 
 
 def test_a_window_ends_what_is_seen() -> None:
-    mask = huggingface.causal_mask(torch.ones(1, 4), sliding_window=2)
+    mask = huggingface.causal_mask(torch.ones(1, 4), sliding_window=2, dtype=torch.bool)
     assert mask[0, 0].tolist() == [
         [True, False, False, False], [True, True, False, False], [False, True, True, False], [False, False, True, True],
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{"sequence_ids": torch.zeros(1, 3)}, {"sliding_window": 0}])
+@pytest.mark.parametrize(
+    "options", [{"sequence_ids": torch.zeros(1, 3)}, {"sliding_window": 0}, {"dtype": torch.int64}]
+)
 def test_masks_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         huggingface.causal_mask(torch.ones(1, 4), **options)

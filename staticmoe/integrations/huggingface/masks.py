@@ -13,20 +13,27 @@ from staticmoe.errors import ConfigError
 
 
 def causal_mask(
-    attention_mask: Tensor, *, sequence_ids: Tensor | None = None, sliding_window: int | None = None
+    attention_mask: Tensor,
+    *,
+    sequence_ids: Tensor | None = None,
+    sliding_window: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return which keys each query sees: real ones, not later than itself, in its sequence, within the window.
 
-    A token of padding sees itself alone, so that its row of scores is finite; nobody should look at its output. For
-    attention that wants a float mask, pass `torch.where(mask, 0.0, torch.finfo(dtype).min)`. Layers of another kind
-    (convolution, linear attention, state space: LFM2, MiniMax, Nemotron-H) take padding out by a 2-D mask alone: with
-    this one pad on the right, where it comes after all that is real.
+    In a float dtype the mask is what is added to the scores: torch's attention takes that, and so does the eager one. A
+    bool mask is for attn_implementation="sdpa" alone: eager attention, GPT-OSS's own, would add it as zeros and ones.
+
+    A token of padding sees itself alone, so that its row of scores is finite; nobody should look at its output. Layers
+    of another kind (convolution, linear attention, state space: LFM2, MiniMax, Nemotron-H) take padding out by a 2-D
+    mask alone: with this one pad on the right, where it comes after all that is real.
 
     Shapes:
         attention_mask [B,S], not 0 for real tokens, on either side; sequence_ids [B,S] integer, one number for the
-        tokens of one packed sequence. Returns [B,1,S,S] bool, True where a query (third) sees a key (last).
+        tokens of one packed sequence. Returns [B,1,S,S], queries before keys: 0 and the lowest value of `dtype`, or
+        with torch.bool True where a query sees a key.
     Raises:
-        ConfigError: shapes that differ, or a window below 1.
+        ConfigError: shapes that differ, a window below 1, or an integer dtype.
     Graph-safe: yes.
     """
     if attention_mask.dim() != 2:
@@ -37,6 +44,8 @@ def causal_mask(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ConfigError(f"sliding_window: expected at least 1, got {sliding_window}")
+    if dtype != torch.bool and not dtype.is_floating_point:
+        raise ConfigError(f"dtype: expected a float dtype or torch.bool, got {dtype}")
     real = attention_mask != 0
     place = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     behind = place[:, None] - place[None, :]
@@ -46,4 +55,7 @@ def causal_mask(
     seen = near[None] & real[:, None, :] & real[:, :, None]
     if sequence_ids is not None:
         seen = seen & (sequence_ids[:, :, None] == sequence_ids[:, None, :])
-    return (seen | (behind == 0)[None])[:, None]
+    seen = (seen | (behind == 0)[None])[:, None]
+    if dtype == torch.bool:
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
