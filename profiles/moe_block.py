@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from staticmoe.bench import SHAPES, Problem, provenance
-from staticmoe.bench.blocks import BLOCKS, candidates
+from staticmoe.bench.blocks import BLOCKS, absent, candidates
 from staticmoe.bench.check import CHECKED, check, check_repeat
 from staticmoe.bench.measure import Sweep, measure_sweep
 from staticmoe.bench.problems import ROUTINGS
@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace, device: torch.device, result: dict[str, A
             tokens=arguments.tokens,
             routings=arguments.routing,
             dtype=torch.bfloat16,
-            candidates=candidates(main_grad=arguments.main_grad),
+            candidates=candidates(
+                main_grad=arguments.main_grad, eager=arguments.eager, compile_peer=arguments.compiled
+            ),
         )
         result["cases"] += measure_sweep(sweep, device, after=after)
         if arguments.output:
@@ -96,6 +98,8 @@ def main() -> None:
     parser.add_argument("--routing", nargs="*", default=list(ROUTINGS), choices=ROUTINGS)
     parser.add_argument("--per-kernel", action="store_true", help="time every launcher alone as well")
     parser.add_argument("--main-grad", action="store_true", help="a row with fp32 weight gradients added to buffers")
+    parser.add_argument("--eager", action="store_true", help="a row with grouped_mm uncaptured")
+    parser.add_argument("--compiled", action="store_true", help="a row with grouped_mm by torch.compile")
     parser.add_argument("--check", action="store_true", help="check, and time nothing")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -123,7 +127,9 @@ def main() -> None:
     if device.type != "cuda":
         raise SystemExit("speeds are measured on a GPU; on a CPU there is --check")
     result: dict[str, Any] = {
-        "provenance": provenance(device, arguments.commit or source_commit()),
+        "provenance": provenance(
+            device, arguments.commit or source_commit(), list(absent(compile_peer=arguments.compiled))
+        ),
         "check": checks,
         "copy_tb_per_s": copy_rate(device),
         "cases": [],

@@ -37,7 +37,7 @@ from staticmoe.reference.grouped import gather_rows, gather_weights, grouped_mm
 from staticmoe.reference.schedule import tile_schedule
 
 # Rows an expert, exclusive upper ends of the ranges that get a line each.
-BOUNDS = (192.0, math.inf)
+BOUNDS = (48.0, 192.0, math.inf)
 CHECKED = (509, Shape(640, 384, 128, 4))
 
 

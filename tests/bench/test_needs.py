@@ -22,7 +22,7 @@ def test_it_bounds_what_was_measured_and_not_by_far() -> None:
     for case in cases:
         estimate = needs.pass_bytes(SHAPES[case["shape"]], case["tokens"], 2) / needs.GIB
         worst = max(block["peak_gib"] for block in case["blocks"].values())
-        assert worst <= estimate <= 1.35 * worst, (case["shape"], case["tokens"], worst, estimate)
+        assert worst <= estimate <= 1.5 * worst, (case["shape"], case["tokens"], worst, estimate)
 
 
 def test_it_grows_as_sizes_do() -> None:

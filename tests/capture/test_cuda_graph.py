@@ -14,8 +14,8 @@ from staticmoe.capture.cuda_graph import CudaStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda")
-# About 50 ms of an H200: long beside a copy of some kilobytes.
-SPIN_CYCLES = 100_000_000
+# About half a second of an H200: long beside a copy of some kilobytes, and beside a host that others keep busy.
+SPIN_CYCLES = 1_000_000_000
 
 
 class Model(nn.Module):
@@ -49,8 +49,9 @@ def test_a_batch_travels_while_the_step_before_it_computes() -> None:
     host, resident = torch.full((1024,), 7.0, pin_memory=True), torch.zeros(1024, device=GPU)
     upload = stream.upload()
     assert upload is not None
-    # Now: asking for pinned memory waits for the device.
+    # Now: asking for pinned memory waits for the device, and so does the first use of a kernel, which loads it.
     out = torch.zeros(1024, pin_memory=True)
+    out.copy_(resident.mul_(2), non_blocking=True)
     torch.cuda.synchronize()
     spinning = stream.launch(lambda: torch.cuda._sleep(SPIN_CYCLES))
     upload.wait_until_free()
@@ -87,6 +88,8 @@ def test_copying_out_does_not_hold_up_the_next_step() -> None:
     """What is launched next starts while the copy to the host is still on its way."""
     stream = CudaStream(GPU)
     out, first, second = torch.zeros(1, pin_memory=True), torch.ones(1, device=GPU), torch.zeros(1, device=GPU)
+    second.fill_(2.0)
+    torch.cuda.synchronize()
 
     def slow_copy() -> None:
         torch.cuda._sleep(SPIN_CYCLES)

@@ -32,12 +32,13 @@ def test_every_kernel_has_a_tile_at_every_load(kernel: str, dtype: torch.dtype, 
 
 
 def test_small_loads_on_hopper_take_64_rows() -> None:
-    """A tile of 128 rows would be half empty."""
+    """A tile of 128 rows would be three quarters empty; half empty it still wins, as it was timed."""
     for kernel in ("up", "down", "token_grad", "dact"):
-        few, many = (
-            tile_for(kernel, dtype=torch.bfloat16, rows_per_expert=rows, capability=(9, 0)).rows for rows in (100, 512)
-        )
-        assert (few, many) == (64, 128)
+        taken = [
+            tile_for(kernel, dtype=torch.bfloat16, rows_per_expert=rows, capability=(9, 0)).rows
+            for rows in (32, 64, 512)
+        ]
+        assert taken == [64, 128, 128]
 
 
 def test_capacity_is_no_argument() -> None:

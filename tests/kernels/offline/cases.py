@@ -21,7 +21,7 @@ from staticmoe.kernels.tiles import Tile
 
 T, K, E, H, I = 4096, 2, 8, 2048, 1024  # noqa: E741
 R, M, PROGRAMS = T * K, 1024, 132
-MANY, FEW = 1024.0, 64.0
+MANY, FEW, FEWEST = 1024.0, 64.0, 16.0
 
 KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 9), (10, 0))
@@ -284,6 +284,7 @@ def _products() -> list[Case]:
     for name, launch, options in plain:
         found.append(_product(name, launch, BF16, options))
         found.append(_product(name, launch, BF16, options, load=FEW, variant="few rows"))
+        found.append(_product(name, launch, BF16, options, load=FEWEST, variant="fewest rows"))
         found.append(_product(name, launch, FP32, {**options, "out": FP32} if "out" in options else options))
         found += [_product(name, launch, BF16, options, capability=capability) for capability in OTHERS]
     main_grad = {"out": FP32, "accumulate": True}
