@@ -42,7 +42,7 @@ def test_the_integration_calls_what_there_is() -> None:
     """Its model has to be loaded from somewhere, so that it is not executed here; tests/integrations does that."""
     _, code = blocks("python")
     called = re.findall(r"huggingface\.(\w+)\(", code)
-    assert called == ["register", "check", "prepare", "causal_mask"]
+    assert called == ["register", "check", "prepare", "ready_masks"]
     assert all(callable(getattr(huggingface, name)) for name in called)
 
 

@@ -288,3 +288,33 @@ def test_a_dropped_model_is_let_go(build: Callable[..., Any]) -> None:
     del model
     gc.collect()
     assert module() is None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "over"), [("qwen3_moe", {}), ("gpt_oss", {}), ("mixtral", {"sliding_window": 4})])
+def test_ready_masks_are_those_that_transformers_makes(
+    build: Callable[..., Any], name: str, over: dict[str, Any], attention: str
+) -> None:
+    """One mask, one a kind of layer, and a window everywhere; a window that is left out shows."""
+    if (name, attention) == ("gpt_oss", "sdpa"):
+        pytest.skip("GPT-OSS has an attention of its own")
+    over = {"sliding_window": 4, **over} if name == "gpt_oss" else over
+    model, batch = build(name, "staticmoe", attention=attention, **over).eval(), padded([8, 5])
+    real = batch["attention_mask"].bool()
+    want = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[real]
+    ready = huggingface.ready_masks(model, batch["attention_mask"])
+    assert isinstance(ready, dict) == (name == "gpt_oss")
+    got = model(input_ids=batch["input_ids"], attention_mask=ready).logits[real]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if over:
+        wrong = model(
+            input_ids=batch["input_ids"], attention_mask=huggingface.causal_mask(batch["attention_mask"])
+        ).logits[real]
+        assert float((wrong - want).abs().max()) > 1e-3
+
+
+def test_a_kind_of_layer_without_such_a_mask_is_named(build: Callable[..., Any]) -> None:
+    model = build("gpt_oss", "staticmoe")
+    model.config.layer_types = ["sliding_attention", "chunked_attention"]
+    with pytest.raises(ConfigError, match="got chunked_attention"):
+        huggingface.ready_masks(model, torch.ones(1, 4))

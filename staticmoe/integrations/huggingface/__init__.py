@@ -13,9 +13,13 @@ transformers looks the function up on each call, so modules, parameters and stat
 
 from __future__ import annotations
 
+from staticmoe.integrations.huggingface.attention import attend_causally
 from staticmoe.integrations.huggingface.census import LayerCheck, calls, check, prepare
 from staticmoe.integrations.huggingface.experts import experts_forward
-from staticmoe.integrations.huggingface.masks import causal_mask
+from staticmoe.integrations.huggingface.masks import causal_mask, ready_masks
 from staticmoe.integrations.huggingface.registry import NAME, register
 
-__all__ = ["NAME", "LayerCheck", "calls", "causal_mask", "check", "experts_forward", "prepare", "register"]
+__all__ = [
+    "NAME", "LayerCheck", "attend_causally", "calls", "causal_mask", "check", "experts_forward", "prepare",
+    "ready_masks", "register",
+]  # fmt: skip

@@ -6,10 +6,15 @@ kernels than the warm-up ran. A ready 4-D mask is taken as it is, in both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from staticmoe.errors import ConfigError
+
+# Kinds of layers that transformers hands a mask of their own, and whether it looks back over the window alone.
+_KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 def causal_mask(
@@ -59,3 +64,41 @@ def causal_mask(
     if dtype == torch.bool:
         return seen
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def sliding_window_of(config: Any) -> int | None:
+    """Tokens that layers with a window look back over, themselves included; None where the config has no window."""
+    window = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
+def ready_masks(
+    model: nn.Module, attention_mask: Tensor, *, sequence_ids: Tensor | None = None
+) -> Tensor | dict[str, Tensor]:
+    """Return what a transformers model takes as `attention_mask`: one mask, or one for each kind of its layers.
+
+    The dtype is the model's, the window that of its config.
+
+    Shapes: as `causal_mask`.
+    Raises:
+        ConfigError: as `causal_mask`, or a kind of layer that has no such mask.
+    Graph-safe: yes.
+    """
+    config: Any = model.config
+    dtype, window = model.dtype, sliding_window_of(config)
+    assert isinstance(dtype, torch.dtype), "transformers models have a dtype"
+
+    def mask(sliding: bool) -> Tensor:
+        near = window if sliding else None
+        return causal_mask(attention_mask, sequence_ids=sequence_ids, sliding_window=near, dtype=dtype)
+
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" not in kinds:
+        return mask(sliding=not kinds)
+    if not kinds <= _KINDS.keys():
+        unknown = ", ".join(sorted(kinds - _KINDS.keys()))
+        raise ConfigError(
+            f"layer_types: expected {' and '.join(_KINDS)}, got {unknown}; make a mask for each kind with causal_mask, "
+            "and hand them over as a dict"
+        )
+    return {kind: mask(sliding) for kind, sliding in _KINDS.items()}

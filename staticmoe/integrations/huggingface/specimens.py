@@ -57,8 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 
 
-def specimen(family: str, implementation: str = "eager", *, attention: str = "eager", **over: Any) -> Any:
-    """Return a random model in eval mode; `over` replaces sizes.
+def specimen(family: str, implementation: str = "eager", *, attention: str | None = "eager", **over: Any) -> Any:
+    """Return a random model in eval mode; `over` replaces sizes, and attention None is what transformers takes itself.
 
     Raises:
         ValueError: of transformers, for an attention that the family lacks.
