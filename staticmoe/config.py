@@ -75,6 +75,10 @@ class RunnerConfig:
             (a dropless graph is captured beside), "drop" counts and commits, "skip" commits nothing, "raise" stops.
         renormalize_drops: a token that lost an assignment to the capacity shares its weight out among those it kept, so
             that the weights sum to what they did; else the lost share of its output is missing.
+        capacity_ladder: under overflow="rerun" further capacity factors, ascending, between `capacity_factor` and
+            dropless; a step whose rows do not fit is run again on the lowest that they may fit, captured when needed.
+        capacity_forecast: start a step on the variant that the last records ask for, among those that are captured,
+            instead of on the lowest; which variant a step runs on changes its time and nothing else.
         eval_capacity_factor: capacity in `evaluate`; None is dropless, so that evaluation loses no token.
         gradient_accumulation_steps: micro-batches of one `step`.
         loss_reduction: how micro-batch losses are joined: "mean" divides by their number, "sum" adds,
@@ -90,6 +94,8 @@ class RunnerConfig:
         self_check: replay once, vetoed, and compare with the uncaptured iteration before the first step.
         recheck_every: repeat that comparison every N steps; 0 never.
         audit: "error" refuses what would not capture, "warn" logs it and captures all the same, "off" does not look.
+        memory_limit_bytes: a forecast above this is refused before anything is captured; None: on a GPU what is free
+            there and what torch already holds for this process, on a CPU no limit.
         run_dir: folder for meta.json and metrics.jsonl; None writes nothing.
     """
 
@@ -99,6 +105,8 @@ class RunnerConfig:
     capacity_scope: str = "rank"
     overflow: str = "rerun"
     renormalize_drops: bool = False
+    capacity_ladder: tuple[float, ...] = ()
+    capacity_forecast: bool = False
     eval_capacity_factor: float | None = None
     gradient_accumulation_steps: int = 1
     loss_reduction: str = "mean"
@@ -113,6 +121,7 @@ class RunnerConfig:
     self_check: bool = True
     recheck_every: int = 0
     audit: str = "error"
+    memory_limit_bytes: int | None = None
     run_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -123,11 +132,14 @@ class RunnerConfig:
         _choice("compile", self.compile, COMPILE_MODES)
         _choice("audit", self.audit, AUDIT_MODES)
         _positive_factor("eval_capacity_factor", self.eval_capacity_factor)
+        self._check_ladder()
         _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         _at_least("max_consecutive_skips", self.max_consecutive_skips, 1)
         _at_least("capture_warmup_iters", self.capture_warmup_iters, 1)
         _at_least("max_in_flight", self.max_in_flight, 1)
         _at_least("recheck_every", self.recheck_every, 0)
+        if self.memory_limit_bytes is not None:
+            _at_least("memory_limit_bytes", self.memory_limit_bytes, 1)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(
                 f"max_grad_norm: expected None or a number above 0 (inf measures only); got {self.max_grad_norm!r}"
@@ -140,6 +152,21 @@ class RunnerConfig:
                 f"got {self.autocast!r}"
             )
         _ = self.train_capacity
+
+    def _check_ladder(self) -> None:
+        object.__setattr__(self, "capacity_ladder", tuple(self.capacity_ladder))
+        for factor in self.capacity_ladder:
+            _positive_factor("capacity_ladder", factor)
+        if None in self.capacity_ladder or list(self.capacity_ladder) != sorted(set(self.capacity_ladder)):
+            raise ConfigError(
+                f"capacity_ladder: expected ascending factors, dropless coming last by itself; got "
+                f"{self.capacity_ladder}"
+            )
+        if self.overflow != "rerun" and (self.capacity_ladder or self.capacity_forecast):
+            raise ConfigError(
+                f"capacity_ladder, capacity_forecast: expected overflow='rerun', which runs a step again on a wider "
+                f"variant; got overflow={self.overflow!r}"
+            )
 
     @property
     def train_capacity(self) -> CapacityPolicy:

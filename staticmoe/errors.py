@@ -42,6 +42,10 @@ class CapacityError(StaticMoEError, RuntimeError):
     """More rows than the buffer holds, under a policy that does not go on. Names layer, rows, factor."""
 
 
+class MemoryLimitError(StaticMoEError, RuntimeError):
+    """A run would need more memory than there is, or than it may take. Names limit and forecast, bytes by part."""
+
+
 class NonFiniteError(StaticMoEError, RuntimeError):
     """Loss or gradient is not finite, under a policy that does not go on."""
 

@@ -182,7 +182,7 @@ class CudaGraphCapture:
         """
         gc.collect()
         torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_reserved(self._device)
+        before = self._pool_bytes()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
@@ -196,7 +196,12 @@ class CudaGraphCapture:
                 ) from error
             raise
         torch.cuda.synchronize(self._device)
-        return CudaGraph(graph, max(torch.cuda.memory_reserved(self._device) - before, 0))
+        return CudaGraph(graph, self._pool_bytes() - before)
+
+    def _pool_bytes(self) -> int:
+        """Bytes that the graphs' pool holds."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
     def _forget(self) -> None:
         """Leave nothing of a failed capture behind: its pool and its random state are given up."""

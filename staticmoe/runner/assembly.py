@@ -20,9 +20,11 @@ from staticmoe.optim.outside import OutsideAdapter
 from staticmoe.runner.admission import admit_functions, admit_model, admit_optimizer, admit_options, discover, untrained
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.family import Family
+from staticmoe.runner.forecast import Foresight, Memory, MemoryBook
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
 from staticmoe.runner.inputs import DeviceScalars, InputRing
 from staticmoe.runner.iteration import EvalIteration, LossFn, TokenMask, TrainIteration, Wrapped
+from staticmoe.runner.ladder import Ladder
 from staticmoe.runner.participants import StepBinding, StepParticipant
 from staticmoe.runner.program import Iteration, Program
 from staticmoe.runner.watch import HostState, OptimizerState
@@ -94,6 +96,7 @@ class Assembly:
         self._provenance = Provenance(
             changing={**dict(model.named_parameters()), **scratch}, steady=dict(model.named_buffers())
         )
+        self._memory = MemoryBook(self._foresight, shapes[0])
         idle = list(untrained(optimizer, model))
         if idle:
             log.warning("parameters that require a gradient and are not in the optimizer: %s", ", ".join(idle[:5]))
@@ -116,6 +119,7 @@ class Assembly:
         """Let go of the participants and the graphs."""
         for participant in self._participants.values():
             participant.bind_step(None)
+        self._memory.closed = True
         self.training.drop()
         self.evaluation.drop()
 
@@ -138,6 +142,23 @@ class Assembly:
         """Bytes that all graphs keep between replays."""
         return sum(program.owned_bytes for program in (*self.training.programs, *self.evaluation.programs))
 
+    def memory(self) -> Memory:
+        """What the training graphs were forecast to need, and what has been measured by now."""
+        return self._memory.report(self.device, self.owned_bytes)
+
+    def _foresight(self) -> Foresight:
+        configs = [self.config]
+        if self.config.overflow == "rerun" and self.config.capacity_factor is not None:
+            configs.append(dataclasses.replace(self.config, capacity_factor=None))
+        return Foresight(
+            wrapped=self._wrapped(self.config),
+            variants=configs,
+            adapter=self.adapter,
+            guard=self.guard,
+            scalars=self.scalars,
+            replayed=self.capture.name != "off",
+        )
+
     def _functions(self, loss_fn: LossFn) -> tuple[Callable[..., Any], ...]:
         return (loss_fn,) if self._token_mask is None else (loss_fn, self._token_mask)
 
@@ -159,30 +180,51 @@ class Assembly:
         self.fill(inputs, 0, [shape.example] * micro_batches, launch=0, seed=0)
         return inputs
 
-    def _build_training(self, shape: BatchShape) -> Program:
+    def _build_training(self, shape: BatchShape) -> Ladder:
         self._flush()
+        self._memory.admit(shape)
         # Now, not in the first step: a graph of a step that creates state would create it anew each time.
         self.adapter.create_state()
         self._provenance.declare(self.adapter.state_tensors, changing=True)
-        self.capture.prepare(self.adapter.parameters)
-        inputs = self._inputs(shape, self.config.gradient_accumulation_steps)
-        program = self._build_step(inputs, self.config)
-        if self.config.overflow == "rerun" and program.can_overflow:
-            # Now, not when it is needed: what does not fit in memory is to be refused before training.
-            program.wider = self._build_step(inputs, dataclasses.replace(self.config, capacity_factor=None))
-        return program
+        config = self.config
+        inputs = self._inputs(shape, config.gradient_accumulation_steps)
+        lowest = self._build_step(inputs, config)
+        factors: tuple[float | None, ...] = ()
+        if config.overflow == "rerun" and lowest.can_overflow:
+            factors = (*(factor for factor in config.capacity_ladder if factor > (config.capacity_factor or 0)), None)
+        return Ladder(
+            lowest,
+            factors,
+            lambda factor: self._build_step(inputs, dataclasses.replace(config, capacity_factor=factor)),
+            scope=config.capacity_scope,
+            forecast=config.capacity_forecast,
+            obstacle=self._obstacle,
+        )
+
+    def _obstacle(self, needed: int) -> str | None:
+        """What stands in the way of capturing a variant of `needed` bytes between two steps, or None."""
+        changes = self.training.changes()
+        if changes:
+            # Steps in flight were launched before the change: their variants must not see it.
+            return f"what the graphs froze is different now ({changes[0]})"
+        if self.device.type != "cuda":
+            return None
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return f"it needs up to {needed} bytes, {free} are free" if needed > free else None
 
     def _build_step(self, inputs: InputRing, config: RunnerConfig) -> Program:
+        self.capture.prepare(self.adapter.parameters)
         wrapped = self._wrapped(config)
         iteration = TrainIteration(wrapped, self.adapter, inputs, self.guard)
         return self._build(wrapped, iteration, inputs, self._loss_fn, "training")
 
-    def _build_evaluation(self, shape: BatchShape) -> Program:
+    def _build_evaluation(self, shape: BatchShape) -> Ladder:
         self._flush()
         inputs = self._inputs(shape, 1)
         wrapped = self._wrapped(self.config)
         iteration = EvalIteration(wrapped, self._eval_fn, inputs, self.guard)
-        return self._build(wrapped, iteration, inputs, self._eval_fn, "evaluation")
+        return Ladder(self._build(wrapped, iteration, inputs, self._eval_fn, "evaluation"))
 
     def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
         start = time.perf_counter()
@@ -196,6 +238,11 @@ class Assembly:
             raise
         if self.config.self_check:
             program.self_check(0)
+        if not self.config.recheck_every:
+            program.forget_gradients()
+        if self.device.type == "cuda":
+            # What uncaptured runs have left is of no use to a graph.
+            torch.cuda.empty_cache()
         log.info("built the %s graph (%s) in %.2f s", kind, self.capture.name, time.perf_counter() - start)
         for name, facts in program.facts.items():
             log.info("%s: %s", name or "(the model)", ", ".join(f"{key} {value}" for key, value in facts.items()))

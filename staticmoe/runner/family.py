@@ -1,4 +1,4 @@
-"""The programs of one kind, training or evaluation: one a batch shape, built anew when what they froze changes."""
+"""The graphs of one kind, training or evaluation: a ladder a batch shape, built anew when what they froze changes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from staticmoe.errors import BatchError, ReplayError
 from staticmoe.runner.batch_shape import BatchShape, describe, wrong_device
+from staticmoe.runner.ladder import Ladder
 from staticmoe.runner.program import Program
 from staticmoe.runner.watch import HostState, OptimizerState, cause_of
 
@@ -20,13 +21,13 @@ _RECAPTURES_PER_CAUSE = 3
 
 
 class Family:
-    """Programs by batch shape.
+    """Ladders of programs by batch shape.
 
     Args:
         kind: "training" or "evaluation", for messages.
         device: of the model.
         shapes: of the micro-batches that the user declared; each is built at its first use.
-        make: makes and builds the program of a shape.
+        make: makes the ladder of a shape and builds what it must hold.
         state: takes the Python state that the programs freeze.
         options: takes the optimizer's options, or None for an evaluation.
     """
@@ -36,7 +37,7 @@ class Family:
         kind: str,
         device: torch.device,
         shapes: Sequence[BatchShape],
-        make: Callable[[BatchShape], Program],
+        make: Callable[[BatchShape], Ladder],
         state: Callable[[], HostState],
         options: Callable[[], OptimizerState] | None,
     ) -> None:
@@ -45,7 +46,7 @@ class Family:
         self._make = make
         self._take_state = state
         self._take_options = options
-        self._programs: list[tuple[BatchShape, Program | None]] = [(shape, None) for shape in shapes]
+        self._ladders: list[tuple[BatchShape, Ladder | None]] = [(shape, None) for shape in shapes]
         self._state: HostState | None = None
         self._options: OptimizerState | None = None
         self._causes: collections.Counter[str] = collections.Counter()
@@ -53,7 +54,7 @@ class Family:
     @property
     def programs(self) -> list[Program]:
         """Those that are built."""
-        return [program for _, program in self._programs if program is not None]
+        return [program for _, ladder in self._ladders if ladder is not None for program in ladder.programs]
 
     def accept(self, batches: Sequence[Any]) -> tuple[int, list[list[Any]]]:
         """Number of the declared shape that all of `batches` have, and their values in leaf order.
@@ -66,7 +67,7 @@ class Family:
         if elsewhere is not None:
             raise BatchError(f"{elsewhere}; move it")
         problems = []
-        for number, (shape, _) in enumerate(self._programs):
+        for number, (shape, _) in enumerate(self._ladders):
             found = (shape.mismatch(b, leaves, spec) for b, (leaves, _, spec) in zip(batches, described, strict=True))
             problem = next(filter(None, found), None)
             if problem is None:
@@ -76,21 +77,21 @@ class Family:
             f"{'; or '.join(problems)}; pad the batch to a captured shape, or declare its shape in example_batch"
         )
 
-    def program(self, number: int) -> Program:
-        """The program of shape `number`, built now if it is not there or a change has dropped it."""
-        shape, program = self._programs[number]
-        if program is None:
-            program = self._make(shape)
-            self._programs[number] = (shape, program)
+    def ladder(self, number: int) -> Ladder:
+        """The ladder of shape `number`, built now if it is not there or a change has dropped it."""
+        shape, ladder = self._ladders[number]
+        if ladder is None:
+            ladder = self._make(shape)
+            self._ladders[number] = (shape, ladder)
             if self._state is None:
                 self._remember()
-        return program
+        return ladder
 
     def drop(self) -> None:
         """Forget all graphs; the next use of a shape builds it again."""
         for program in self.programs:
             program.retire()
-        self._programs = [(shape, None) for shape, _ in self._programs]
+        self._ladders = [(shape, None) for shape, _ in self._ladders]
         self._state = self._options = None
 
     def changes(self) -> list[str]:

@@ -13,6 +13,7 @@ from staticmoe.observe.record import Record
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.guard import DeviceGuard, HostGuard
+from staticmoe.runner.ladder import Ladder
 from staticmoe.runner.program import Program
 
 
@@ -22,6 +23,7 @@ class _Pending:
 
     ticket: int
     slot: int
+    ladder: Ladder
     program: Program
     result: StepResult
 
@@ -67,13 +69,13 @@ class Flight:
         """Slot of the next launch; free once there is room."""
         return self._launches % (self._limit + 1)
 
-    def launch(self, program: Program, result: StepResult) -> None:
-        """Run `program` on `next_slot`, in stream order."""
+    def launch(self, ladder: Ladder, program: Program, result: StepResult) -> None:
+        """Run `program`, a variant of `ladder`, on `next_slot`, in stream order."""
         slot = self.next_slot
         if not self._pending:
             self._seen_versions = self._versions()
         self._launches += 1
-        self._pending.append(_Pending(self._enqueue(program, slot), slot, program, result))
+        self._pending.append(_Pending(self._enqueue(program, slot), slot, ladder, program, result))
 
     def _enqueue(self, program: Program, slot: int, attempt: int = 0) -> int:
         def work() -> None:
@@ -123,15 +125,16 @@ class Flight:
         self._wait(pending.ticket)
         record, program = pending.program.records.read(pending.slot), pending.program
         training = not isinstance(pending.result, EvalResult)
-        if training and self._host_guard.wants_rerun(record) and program.wider is not None:
-            record, program = self._rerun(pending), program.wider
+        if training and self._host_guard.wants_rerun(record):
+            record, program = self._rerun(pending, record)
         self._pending.popleft()
         pending.result.settle(record, program.facts)
         self._publisher.publish(pending.result, record, training=training)
         if not training or record.void:
             return
+        pending.ladder.note(record)
         capacities = {name: facts.get("capacity_rows", 0) for name, facts in program.facts.items()}
-        refusal = self._host_guard.judge(record, capacities)
+        refusal = self._host_guard.judge(record, capacities, pending.ladder.required_factor(record))
         if refusal is None:
             return
         if self._host_guard.halts(record):
@@ -140,19 +143,30 @@ class Flight:
             self._device_guard.halted.zero_()
         raise refusal
 
-    def _rerun(self, pending: _Pending) -> Record:
+    def _rerun(self, pending: _Pending, record: Record) -> tuple[Record, Program]:
         """Run the oldest step again where it fits, then those after it, which were void; none of them is lost.
 
-        Each runs from its own slot: same inputs, hyper-parameters and random numbers.
+        Each runs from its own slot: same inputs, hyper-parameters and random numbers. The oldest climbs until its rows
+        fit, which on the highest variant they do. Returns its last record, and the variant that it ran on.
         """
-        assert pending.program.wider is not None, "the caller has looked"
         self._wait(self._pending[-1].ticket)
-        self._device_guard.halted.zero_()
-        self._wait(self._enqueue(pending.program.wider, pending.slot, attempt=1))
+        program, attempt = pending.program, 0
+        while self._host_guard.wants_rerun(record):
+            try:
+                wider = pending.ladder.above(program, record)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            if wider is None:
+                break
+            self._device_guard.halted.zero_()
+            program, attempt = wider, attempt + 1
+            self._wait(self._enqueue(program, pending.slot, attempt))
+            record = program.records.read(pending.slot)
         later = list(self._pending)[1:]
         again = [dataclasses.replace(one, ticket=self._enqueue(one.program, one.slot)) for one in later]
         self._pending = collections.deque([pending, *again])
-        return pending.program.wider.records.read(pending.slot)
+        return record, program
 
     def _wait(self, ticket: int) -> None:
         """Wait for `ticket`; a replay that failed ends everything that is in flight."""
@@ -160,7 +174,11 @@ class Flight:
             with host_range(HostPhase.POLL):
                 self._stream.wait(ticket)
         except BaseException as error:
-            while self._pending:
-                self._pending.popleft().result.fail(error)
-            self._broken(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Give up everything that is in flight."""
+        while self._pending:
+            self._pending.popleft().result.fail(error)
+        self._broken(error)

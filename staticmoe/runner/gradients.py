@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from staticmoe.capture.provenance import storage_key
 from staticmoe.errors import CaptureError, ModelError
 from staticmoe.optim.adapter import OptimizerAdapter
 from staticmoe.runner.participants import GradientAccumulator, StepBinding, StepParticipant
@@ -85,13 +86,13 @@ class GradientSum:
         self._count()
         versions = {parameter: buffer._version for parameter, buffer in self._lent.items()}
         found = self._differentiate(objective)
-        seen = {tensor.data_ptr() for tensor in self._seen}
+        seen = {storage_key(tensor) for tensor in self._seen}
         others: list[Tensor] = []
         for parameter, gradient in zip(self._parameters, found, strict=True):
             if parameter in self._lent:
                 buffer = self._lent[parameter]
                 written = buffer._version != versions[parameter]
-                if gradient.data_ptr() not in seen:
+                if storage_key(gradient) not in seen:
                     # The loss depends on the weight in another way, beside the layer or alone.
                     buffer.add_(gradient) if written or self._total is not None else buffer.copy_(gradient)
             else:

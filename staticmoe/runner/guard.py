@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import torch
@@ -80,9 +81,10 @@ class DeviceGuard:
 
     @contextlib.contextmanager
     def withholding(self) -> Iterator[None]:
-        """Let steps run and commit nothing; afterwards the guard is as before."""
+        """Let steps run in full, even while halted, and commit nothing; afterwards the guard is as before."""
         kept = [(tensor, tensor.clone()) for tensor in (self.halted, self.committed, self.withheld)]
         self.withheld.fill_(1)
+        self.halted.zero_()
         try:
             yield
         finally:
@@ -99,9 +101,10 @@ class DeviceGuard:
         """Set `veto` and `halted` from the reasons so far and from non-finite values. Graph-safe."""
         self.reasons.bitwise_or_((~torch.isfinite(loss)).to(torch.int64) * int(Reason.NONFINITE_LOSS))
         self.reasons.bitwise_or_((~torch.isfinite(grad_norm)).to(torch.int64) * int(Reason.NONFINITE_GRADIENT))
-        halted = self.halted > 0
-        vetoed = halted | (self.withheld > 0) | ((self.reasons & self._policy.vetoes) != 0)
-        self.halted.copy_(halted | ((self.reasons & self._policy.halts) != 0))
+        halted, withheld = self.halted > 0, self.withheld > 0
+        vetoed = halted | withheld | ((self.reasons & self._policy.vetoes) != 0)
+        # A trial halts nothing: the next one would find the device halted, and compute nothing.
+        self.halted.copy_(halted | (((self.reasons & self._policy.halts) != 0) & ~withheld))
         self.veto.copy_(vetoed)
         self.committed.add_(1 - vetoed.to(torch.int64))
 
@@ -127,18 +130,19 @@ class HostGuard:
         """Whether `record`'s step has halted the device."""
         return bool(record.reasons & self._policy.halts)
 
-    def judge(self, record: Record, capacities: dict[str, int]) -> StaticMoEError | None:
+    def judge(self, record: Record, capacities: dict[str, int], required_factor: float) -> StaticMoEError | None:
         """Error that the policies demand for `record`, or None; counts skips in a row and reruns.
 
         Args:
             capacities: participant -> rows that its buffers hold, for the message.
+            required_factor: with which the step's rows would have fitted, for the message.
         """
         self._steps += 1
         self._reruns += record.attempt > 0
         if self.halts(record):
             return self._error(record, capacities, f"step {record.launch} was not applied: ")
         if record.attempt and self._steps >= _STEPS_TO_JUDGE_RERUNS and self._reruns > self._allowed_reruns():
-            return self._too_many_reruns(record)
+            return self._too_many_reruns(required_factor)
         if not record.veto:
             self.consecutive_skips = 0
             return None
@@ -153,15 +157,15 @@ class HostGuard:
     def _allowed_reruns(self) -> float:
         return self._config.max_rerun_fraction * self._steps
 
-    def _too_many_reruns(self, record: Record) -> CapacityError:
+    def _too_many_reruns(self, required_factor: float) -> CapacityError:
         count, steps = self._reruns, self._steps
         self._steps = self._reruns = 0
-        loads = [max(f["routed"]) * len(f["routed"]) / max(sum(f["routed"]), 1) for f in record.fields.values()]
-        enough = 1.0 if self._config.capacity_scope == "rank" else max(loads, default=1.0)
+        # Rounded up: a little less would be too little.
+        enough = math.ceil(100 * required_factor) / 100
         return CapacityError(
             f"{count} of {steps} steps were run again because their rows did not fit (max_rerun_fraction="
             f"{self._config.max_rerun_fraction}); none was lost, but each costs a second run: the last would "
-            f"have fitted with capacity_factor={enough:.3g} instead of {self._config.capacity_factor}"
+            f"have fitted with capacity_factor={enough:g} instead of {self._config.capacity_factor}"
         )
 
     def _error(self, record: Record, capacities: dict[str, int], prefix: str) -> StaticMoEError:

@@ -161,6 +161,11 @@ class InputRing:
             self._slots.append(Slot(host=host, resident=resident, upload=stream.upload()))
 
     @property
+    def micro_batches(self) -> int:
+        """N."""
+        return len(self.static)
+
+    @property
     def batches(self) -> list[Any]:
         """What the loss function sees: one batch of static tensors for each micro-batch."""
         return [self.shape.assemble(tensors) for tensors in self.static]

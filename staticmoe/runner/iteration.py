@@ -6,7 +6,9 @@ mutated buffers, counter), record. Letters: N micro-batches, P trained parameter
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from staticmoe.capture.provenance import storage_key
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
@@ -123,7 +126,7 @@ class TrainIteration:
 
     Attributes:
         scalar_names: names of the record's scalars, known once `probe` has run.
-        gradients: P gradients of the latest run of the Python, before clipping.
+        gradients: P gradients of the latest run of the Python, clipped.
     """
 
     def __init__(self, wrapped: Wrapped, adapter: OptimizerAdapter, inputs: InputRing, guard: DeviceGuard) -> None:
@@ -136,6 +139,12 @@ class TrainIteration:
         self.scalar_names: tuple[str, ...] = ()
         self.gradients: list[Tensor] = []
         self._sum = GradientSum(adapter, self._names_of, wrapped.participants, wrapped.bindings, len(inputs.batches))
+
+    def under(self, config: RunnerConfig) -> TrainIteration:
+        """The same iteration with other options; it knows what this one has learnt of the participants."""
+        other = copy.copy(self)
+        other._wrapped = dataclasses.replace(self._wrapped, config=config)
+        return other
 
     @property
     def gradient_names(self) -> list[str]:
@@ -161,28 +170,42 @@ class TrainIteration:
         """Run the iteration once."""
         records = self._records
         assert records is not None, "equip comes before the first run"
+        # Those of the run before would lie beside those of this one.
+        self.gradients = []
         with self._wrapped.running(records, training=True):
             records.row.zero_()
             self._guard.begin()
             self._shadow.save()
             loss, scalars, gradients = self._forward_backward()
-        self.gradients = gradients
         with torch.no_grad():
             norm = torch.nn.utils.get_total_norm(gradients)
             self._guard.decide(loss, norm)
-            self._commit(gradients, norm)
+            self.gradients = self._clipped(gradients, norm)
+            self._commit(self.gradients)
             launch, attempt, slot = self._inputs.control
             guard = self._guard
             counters = [launch, attempt, guard.void, guard.reasons, guard.veto.to(torch.int64), guard.committed]
             values = [loss, norm, *scalars.values(), self._inputs.hyper_parameters[0, 0]]
             records.write(counters, values, slot.reshape(1))
 
-    def _commit(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """The only place where persistent state changes."""
+    def _clipped(self, gradients: list[Tensor], norm: Tensor) -> list[Tensor]:
+        """The gradients, scaled where their norm is above the limit: in place, or copies where they share memory."""
         limit = self._wrapped.config.max_grad_norm
-        if limit is not None:
-            # Out of place: two parameters may have been given one gradient tensor.
-            gradients = list(torch._foreach_mul(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0)))
+        if limit is None:
+            return gradients
+        # Two parameters may have been given one tensor, or one value expanded to a shape; a user's own backward may
+        # hand out a buffer of the model.
+        model = self._wrapped.model
+        users = collections.Counter(storage_key(t) for t in (*gradients, *model.parameters(), *model.buffers()))
+        own = [
+            gradient if users[storage_key(gradient)] == 1 and gradient.is_contiguous() else gradient.clone()
+            for gradient in gradients
+        ]
+        torch._foreach_mul_(own, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return own
+
+    def _commit(self, gradients: list[Tensor]) -> None:
+        """The only place where persistent state changes."""
         veto = self._guard.veto
         self._adapter.step(gradients, self._inputs.hyper_parameters, veto)
         for participant in self._wrapped.participants.values():

@@ -55,7 +55,7 @@ class Program:
 
     Attributes:
         facts: participant -> what it told about its buffers.
-        wider: the same iteration on the same inputs where nothing can overflow, to rerun a step on; or None.
+        capacity_factor: of training steps; None is dropless.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Program:
     ) -> None:
         self.inputs = inputs
         self.facts: dict[str, dict[str, int]] = {}
-        self.wider: Program | None = None
+        self.capacity_factor = wrapped.config.capacity_factor
         self._wrapped = wrapped
         self._iteration = iteration
         self._guard = guard
@@ -91,9 +91,8 @@ class Program:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes that the graph keeps between replays, and the wider one beside it."""
-        wider = self.wider.owned_bytes if self.wider is not None else 0
-        return wider + (self._graph.owned_bytes if self._graph is not None else 0)
+        """Bytes that the graph keeps between replays."""
+        return self._graph.owned_bytes if self._graph is not None else 0
 
     @property
     def can_overflow(self) -> bool:
@@ -146,6 +145,8 @@ class Program:
         warmups = self._wrapped.config.capture_warmup_iters if self._capture.name != "off" else 1
         for _ in range(warmups):
             self._observe(self._iteration)
+        # They are not to lie beside those of the graph.
+        self._iteration.gradients = []
         before = HostState(self._wrapped.model, functions)
         self.inputs.stage(0)
         with host_range(HostPhase.CAPTURE), self._capture.seeds.seeded(_EXAMPLE_SEED):
@@ -172,10 +173,12 @@ class Program:
         with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up(), self._recorder().watch():
             run()
 
+    def forget_gradients(self) -> None:
+        """Let other graphs of the pool have the memory of this one's gradients; it cannot be self-checked any more."""
+        self._captured_gradients = []
+
     def retire(self) -> None:
         """Let go of the graph and of what only this program used; it cannot run again."""
-        if self.wider is not None:
-            self.wider.retire()
         self._graph = None
         self._provenance.forget([*self._own.values(), *self.inputs.own_tensors.values()])
 
@@ -198,22 +201,27 @@ class Program:
         if self._capture.name == "off" or graph is None:
             return
         with self._guard.withholding():
+            # Each uncaptured run has gradients of its own; those of the graph stay where they are until it runs again.
             plain = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
             replayed = self._outcome(slot, graph.replay, lambda: self._captured_gradients)
             differences = self._differences(plain, replayed)
             if differences:
                 again = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
                 noise = self._differences(plain, again)
-                repeated = self._outcome(slot, graph.replay, lambda: self._captured_gradients)
                 # Atomic adds differ in the last bits; a host value that changes from run to run differs in the first.
                 beyond_rounding = self._wrapped.device.type == "cpu" or _gap(plain[0], again[0]) > _ROUNDING
-                if not noise or (beyond_rounding and not self._differences(replayed, repeated)):
+                if not noise or (beyond_rounding and self._replays_agree(slot, graph, replayed)):
                     raise SelfCheckError(
                         f"a replay differs from the uncaptured iteration in {'; '.join(differences[:5])}, and replays "
                         "agree with each other: something that the iteration reads on the host is frozen in the graph; "
                         "keep it in a buffer or in runner.scalars"
                     )
                 log.warning("self-check: uncaptured runs and replays vary alike, in %s", "; ".join(noise[:5]))
+        self._iteration.gradients = []
+
+    def _replays_agree(self, slot: int, graph: Graph, replayed: tuple[Record, list[Tensor]]) -> bool:
+        before = replayed[0], [gradient.clone() for gradient in replayed[1]]
+        return not self._differences(before, self._outcome(slot, graph.replay, lambda: self._captured_gradients))
 
     def _outcome(
         self, slot: int, run: Callable[[], None], gradients: Callable[[], list[Tensor]]
@@ -226,7 +234,7 @@ class Program:
 
         stream = self._capture.stream
         stream.wait(stream.launch(work, lambda: self.records.copy_out(slot)))
-        return self.records.read(slot), [gradient.clone() for gradient in gradients()]
+        return self.records.read(slot), gradients()
 
     def _differences(self, one: tuple[Record, list[Tensor]], other: tuple[Record, list[Tensor]]) -> list[str]:
         found = [

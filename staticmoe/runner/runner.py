@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -21,11 +23,14 @@ from staticmoe.runner.assembly import Assembly
 from staticmoe.runner.batch_shape import BatchShape, split_micro_batches
 from staticmoe.runner.family import Family
 from staticmoe.runner.flight import Flight
+from staticmoe.runner.forecast import Memory
 from staticmoe.runner.guard import HostGuard
 from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.iteration import LossFn, TokenMask
 from staticmoe.runner.loading import StateHooks
 from staticmoe.runner.program import Program
+
+log = logging.getLogger(__name__)
 
 _EVALUATION_SEED = 0
 
@@ -89,7 +94,7 @@ class StaticMoERunner:
             self._break,
         )
         try:
-            parts.training.program(0)
+            parts.training.ladder(0)
             self._publisher.start(self._describe())
             self._hooks = StateHooks(model, optimizer, self)
         except BaseException:
@@ -138,14 +143,15 @@ class StaticMoERunner:
         if recheck:
             self.flush()
         self._flight.make_room()
-        program = self._parts.training.program(number)
+        ladder = self._parts.training.ladder(number)
+        program = ladder.start()
         result = StepResult(step, self._flight.settle_until)
         slot = self._prepare(program, values, step, seed=self._parts.capture.seeds.draw())
         if recheck:
             program.self_check(slot)
         # Schedulers look for a call of the optimizer's step, which a replay is not.
         self._parts.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._flight.launch(program, result)
+        self._flight.launch(ladder, program, result)
         self._step = step
         if self._parts.outside is not None:
             self.flush()
@@ -165,11 +171,12 @@ class StaticMoERunner:
         self.flush()
         self._follow_changes(self._parts.evaluation)
         number, values = self._parts.evaluation.accept([batch])
-        program = self._parts.evaluation.program(number)
+        ladder = self._parts.evaluation.ladder(number)
+        program = ladder.start()
         result = EvalResult(self._step, self._flight.settle_until)
         # One seed for all: a batch gives the same at each evaluation, and training draws on undisturbed.
         self._prepare(program, values, self._step, seed=_EVALUATION_SEED)
-        self._flight.launch(program, result)
+        self._flight.launch(ladder, program, result)
         return result
 
     def _prepare(self, program: Program, values: list[list[Any]], launch: int, *, seed: int) -> int:
@@ -204,7 +211,7 @@ class StaticMoERunner:
             family.drop()
 
     def set_capacity_factor(self, factor: float | None) -> None:
-        """Change the capacity of training steps and recapture; None is dropless.
+        """Change the capacity of training steps and recapture; None is dropless. Logs what it cost.
 
         Raises:
             ConfigError: not a positive number or None, or a factor that the overflow policy cannot serve; the old
@@ -212,13 +219,17 @@ class StaticMoERunner:
         """
         self._check_open()
         self.flush()
-        before = self._parts.config
+        before, kept, start = self._parts.config, self._parts.owned_bytes, time.perf_counter()
         try:
             self._reconfigure(dataclasses.replace(before, capacity_factor=factor))
-            self._parts.training.program(0)
+            self._parts.training.ladder(0)
         except BaseException:
             self._reconfigure(before)
             raise
+        log.info(
+            "capacity_factor %s -> %s: captured again in %.2f s, graphs keep %.1f MiB (%.1f before)",
+            before.capacity_factor, factor, time.perf_counter() - start, self._parts.owned_bytes / 2**20, kept / 2**20,
+        )  # fmt: skip
 
     def _reconfigure(self, config: RunnerConfig) -> None:
         self._host_guard.configure(config)
@@ -233,6 +244,12 @@ class StaticMoERunner:
         totals = self._publisher.totals()
         return {**totals, "backend": self.backend, "launched": self._step, "in_flight": len(self._flight)}
 
+    def memory(self) -> Memory:
+        """Bytes that the training graphs were forecast to need, by part, beside what has been measured by now."""
+        if self._closed is None:
+            self.flush()
+        return self._parts.memory()
+
     def summary(self) -> str:
         """A few lines about backend, steps, drops and memory, after waiting for all steps."""
         if self._closed is None:
@@ -241,7 +258,7 @@ class StaticMoERunner:
         lines = [
             f"backend {self.backend}: {totals['committed']} steps committed, {totals['skipped']} skipped, "
             f"{totals['reruns']} run again",
-            f"graphs keep {self._parts.owned_bytes / 2**20:.1f} MiB",
+            self.memory().line(),
         ]
         for name, layer in totals["moe"].items():
             dropped, routed = sum(layer["dropped"]), sum(layer["routed"])

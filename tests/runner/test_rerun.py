@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from staticmoe import CapacityError, MicroBatches, NonFiniteError, RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.errors import ClosedError, ConfigError
+from staticmoe.runner.ladder import Ladder
 
 STEPS = 60
 
@@ -50,6 +55,7 @@ def batch_of(step: int, micro: int = 0, *, device: str = "cpu") -> dict[str, Ten
     return {"x": x.to(device)}
 
 
+@functools.cache
 def train(capture: str, *, micro: int = 1, every: int = 0, **options: Any) -> dict[str, Any]:
     """Sixty steps; `every`: take state dicts in between and go on from them."""
     device = "cuda" if capture == "cuda" else "cpu"
@@ -85,6 +91,7 @@ def train(capture: str, *, micro: int = 1, every: int = 0, **options: Any) -> di
 
 
 NARROW = {"capacity_factor": 1.6, "capacity_scope": "expert"}
+LADDER = {"capacity_ladder": (1.9, 2.2, 3.2)}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +103,21 @@ NARROW = {"capacity_factor": 1.6, "capacity_scope": "expert"}
         (NARROW, {"micro": 2}),
         (NARROW, {"every": 5}),
         ({"capacity_factor": 0.9, "capacity_scope": "rank"}, {}),
+        (NARROW | LADDER, {}),
+        (NARROW | LADDER, {"micro": 2}),
+        (NARROW | LADDER | {"capacity_forecast": True}, {}),
     ],
-    ids=["two in flight", "one in flight", "four in flight", "accumulation", "state dicts between", "every step"],
+    ids=[
+        "two in flight",
+        "one in flight",
+        "four in flight",
+        "accumulation",
+        "state dicts between",
+        "every step",
+        "ladder",
+        "ladder, accumulation",
+        "ladder, forecast",
+    ],
 )
 def test_the_trajectory_is_that_of_the_wide_variant(
     captured: str, assert_same: Callable[[Any, Any], None], options: dict[str, Any], how: dict[str, Any]
@@ -110,7 +130,9 @@ def test_the_trajectory_is_that_of_the_wide_variant(
     assert all(routed == kept for step in narrow["loads"] for routed, kept in step), "nothing was dropped"
     again = [step for step, attempt in enumerate(narrow["attempts"]) if attempt]
     assert narrow["totals"]["reruns"] == len(again) and narrow["totals"]["committed"] == STEPS
-    if options is NARROW:
+    if "capacity_forecast" in options:
+        assert 0 < len(again) < STEPS // 2, "one overflow widens what comes behind it"
+    elif options["capacity_scope"] == "expert":
         assert {step for step in range(STEPS) if skewed(step)} <= set(again), "the skewed steps overflow"
         assert len(again) < STEPS, "and others fit"
     else:
@@ -184,3 +206,97 @@ def test_too_many_reruns_are_an_error_with_the_factor_that_would_do() -> None:
         committed = runner.telemetry()["committed"]
         assert committed >= 50
         assert runner.step(batch_of(0)).attempt == 1, "usable afterwards"
+
+
+def test_a_step_climbs_to_the_lowest_variant_that_holds_it_and_that_may_overflow_again(
+    captured: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the second layer needs shows only once the first one fits: some steps take two attempts, some take one."""
+    with caplog.at_level(logging.INFO, "staticmoe"):
+        found = train.__wrapped__(captured, **NARROW, **LADDER)  # what is remembered logs nothing
+    attempts = collections.Counter(found["attempts"])
+    assert attempts[0] and attempts[1] and attempts[2], attempts
+    built = sum("built the training graph" in record.message for record in caplog.records)
+    assert 2 < built <= 2 + len(LADDER["capacity_ladder"]), "each is captured once, those between when needed"
+
+
+def test_a_forecast_runs_fewer_steps_again() -> None:
+    with_one = train("emulate", **NARROW, **LADDER, capacity_forecast=True)
+    without = train("emulate", **NARROW, **LADDER)
+    assert sum(map(bool, with_one["attempts"])) < sum(map(bool, without["attempts"]))
+
+
+def test_a_variant_is_not_captured_with_what_changed_after_its_step(
+    assert_same: Callable[[Any, Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step in flight overflows; its model has changed since. It runs again on a variant that is older than that."""
+
+    def scaled(model: Model, batch: dict[str, Tensor]) -> Tensor:
+        return loss_fn(model, batch) * model.scale
+
+    def run(**options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Model()
+        model.scale = 1.0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = RunnerConfig(max_rerun_fraction=1.0, **options)
+        with StaticMoERunner(model, optimizer, example_batch=batch_of(1), loss_fn=scaled, config=config) as runner:
+            first = runner.step(batch_of(0))
+            model.scale = 0.5
+            second = runner.step(batch_of(1))
+            losses = [float(first.loss), float(second.loss)]
+            assert (first.attempt == 1) == bool(options)
+            return losses, copy.deepcopy(model.state_dict())
+
+    for one, other in zip(run(**NARROW, **LADDER), run(), strict=True):
+        assert_same(one, other)
+    assert "not capturing the variant of capacity_factor=" in caplog.text
+
+
+def test_a_variant_that_cannot_be_captured_ends_the_run_and_loses_no_result_silently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = RunnerConfig(**NARROW, **LADDER)
+    with StaticMoERunner(model, optimizer, example_batch=batch_of(1), loss_fn=loss_fn, config=config) as runner:
+        results = [runner.step(batch_of(step)) for step in (0, 1)]
+        monkeypatch.setattr(Ladder, "_made", lambda self, rung: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            runner.step(batch_of(2))
+        for result in results:
+            with pytest.raises(torch.OutOfMemoryError, match="full"):
+                _ = result.loss
+        with pytest.raises(ClosedError, match="restore a checkpoint"):
+            runner.step(batch_of(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity_ladder": (2.0, 1.5)}, "expected ascending factors"),
+        ({"capacity_ladder": (2.0, 2.0)}, "expected ascending factors"),
+        ({"capacity_ladder": (2.0, None)}, "expected ascending factors"),
+        ({"capacity_ladder": (0.0,)}, "capacity_ladder: expected None"),
+        ({"capacity_ladder": (2.0,), "overflow": "drop"}, "expected overflow='rerun'"),
+        ({"capacity_forecast": True, "overflow": "skip"}, "expected overflow='rerun'"),
+    ],
+)
+def test_a_ladder_that_cannot_be_climbed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunnerConfig(**options)
+
+
+def test_another_factor_leaves_out_the_rungs_below_it(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    config = RunnerConfig(**NARROW, **LADDER, max_rerun_fraction=1.0)
+    with StaticMoERunner(model, optimizer, example_batch=batch_of(1), loss_fn=loss_fn, config=config) as runner:
+        with caplog.at_level(logging.INFO, "staticmoe"):
+            runner.set_capacity_factor(3.0)
+        assert "capacity_factor 1.6 -> 3.0: captured again in" in caplog.text
+        factors = [rung.factor for rung in runner._parts.training.ladder(0)._rungs]
+        assert factors == [3.0, 3.2, None]
+        assert sum(runner.step(batch_of(step)).attempt for step in range(4)) > 0, "and they work"

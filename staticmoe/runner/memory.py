@@ -1,0 +1,144 @@
+"""What a runner needs of a device, in bytes by part: the numbers of a forecast, and how they add up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+_WIDTH = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What one graph needs: bytes.
+
+    Attributes:
+        name: its capacity.
+        gradients: that it keeps between replays.
+        activations: the most that an iteration has allocated at one time beside the gradients it ends with: what is
+            saved for the backward, and temporaries.
+    """
+
+    name: str
+    gradients: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        """The most that an iteration allocates."""
+        return self.gradients + self.activations
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on the device that a runner will need, by part.
+
+    The graphs of all variants share one pool. It is as large as the largest needs it, not their sum: they never run at
+    the same time. While the runner is built, uncaptured iterations (warm-up, self-check) run beside the pool and need
+    as much once more.
+
+    Attributes:
+        parameters, buffers: of the model; what is tied counts once.
+        optimizer: its state, whether it exists already or not.
+        inputs: static inputs and the slots that they are staged from.
+        variants: the graphs, in the order in which they are captured; the first is the one that usually runs.
+        capacity_slack: part of the first one's activations: what a capacity factor above 1 costs.
+        pool: that the graphs share.
+        beside: the most that uncaptured iterations need beside the pool.
+        others: what the process holds on the device for something else.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    inputs: int
+    variants: tuple[Variant, ...]
+    capacity_slack: int
+    pool: int
+    beside: int
+    others: int
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of the graph that usually runs."""
+        return self.variants[0].gradients
+
+    @property
+    def activations(self) -> int:
+        """Bytes that the iteration of the graph that usually runs needs at its peak, beside its gradients."""
+        return self.variants[0].activations
+
+    @property
+    def total(self) -> int:
+        """Bytes at the highest point, which is while the runner is built."""
+        persistent = self.parameters + self.buffers + self.optimizer + self.inputs
+        return persistent + self.pool + self.beside + self.others
+
+    def lines(self, measured: int | None = None) -> list[str]:
+        """A table of at most 80 columns; with `measured` bytes the total is compared with them."""
+        rows = [
+            ("parameters", self.parameters),
+            ("buffers", self.buffers),
+            ("optimizer state", self.optimizer),
+            ("inputs", self.inputs),
+            ("pool of the graphs", self.pool),
+            ("  gradients", self.gradients),
+            ("  activations", self.activations),
+            ("    of them capacity slack", self.capacity_slack),
+            *((f"  variant {variant.name}", variant.peak) for variant in self.variants),
+            ("warm-up and self-check beside the pool", self.beside),
+            ("other memory of this process", self.others),
+            ("total at the highest point", self.total),
+        ]
+        if measured is not None:
+            difference = f" (forecast {self.total / max(measured, 1) - 1:+.1%})"
+            rows.append(("measured" + difference, measured))
+        return [f"{what:<{_WIDTH - 12}.{_WIDTH - 12}}{in_words(size):>12}" for what, size in rows]
+
+
+def in_words(size: int) -> str:
+    """Bytes as GiB, or as MiB below one."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A forecast beside what was measured.
+
+    Attributes:
+        forecast: of the latest training graphs; None where the iteration cannot be rehearsed.
+        reserved: the most bytes that torch has held on the GPU since the process began; None on a CPU.
+        graphs: bytes that the graphs keep between replays; on a CPU those of the tape, which frees nothing.
+    """
+
+    forecast: MemoryForecast | None
+    reserved: int | None
+    graphs: int
+
+    def line(self) -> str:
+        """Both in one line."""
+        foreseen = "none" if self.forecast is None else in_words(self.forecast.total)
+        if self.reserved is None:
+            return f"memory: forecast {foreseen}; the emulated graphs keep {in_words(self.graphs)}"
+        return f"memory: forecast {foreseen}, measured {in_words(self.reserved)}; graphs keep {in_words(self.graphs)}"
+
+
+def over_construction(
+    variants: Sequence[Variant], *, self_check: bool, replayed: bool, rechecked: bool
+) -> tuple[int, int]:
+    """Bytes of the pool in the end, and the most that there is beyond that at any time while graphs are built.
+
+    Uncaptured iterations run beside the pool: warm-ups, and for a self-check one, then another beside the gradients of
+    the first where operations are not deterministic. A graph that is checked again later keeps its gradients.
+    """
+    if not replayed:
+        return variants[0].peak, 0
+    pool = kept = highest = 0
+    for variant in variants:
+        highest = max(highest, pool + variant.peak)
+        pool = max(pool, kept + variant.peak)
+        if self_check:
+            highest = max(highest, pool + variant.peak + variant.gradients)
+        if rechecked:
+            kept += variant.gradients
+    return pool, max(highest - pool, 0)
