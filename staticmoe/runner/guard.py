@@ -140,7 +140,7 @@ class HostGuard:
         self._steps += 1
         self._reruns += record.attempt > 0
         if self.halts(record):
-            return self._error(record, capacities, f"step {record.launch} was not applied: ")
+            return self._error(record, self._policy.halts, capacities, f"step {record.launch} was not applied: ")
         if record.attempt and self._steps >= _STEPS_TO_JUDGE_RERUNS and self._reruns > self._allowed_reruns():
             return self._too_many_reruns(required_factor)
         if not record.veto:
@@ -151,7 +151,7 @@ class HostGuard:
             count, self.consecutive_skips = self.consecutive_skips, 0
             limit = self._config.max_consecutive_skips
             prefix = f"{count} steps in a row were skipped (max_consecutive_skips={limit}), last: "
-            return self._error(record, capacities, prefix)
+            return self._error(record, self._policy.vetoes, capacities, prefix)
         return None
 
     def _allowed_reruns(self) -> float:
@@ -168,8 +168,9 @@ class HostGuard:
             f"have fitted with capacity_factor={enough:g} instead of {self._config.capacity_factor}"
         )
 
-    def _error(self, record: Record, capacities: dict[str, int], prefix: str) -> StaticMoEError:
-        reasons = record.reasons
+    def _error(self, record: Record, causes: int, capacities: dict[str, int], prefix: str) -> StaticMoEError:
+        # What a policy lets pass, such as drops, is not what the step met.
+        reasons = record.reasons & Reason(causes)
         if reasons & _OVERFLOW:
             return CapacityError(prefix + self._overflow_words(record, capacities))
         words = " and ".join(str(reason.name).lower().replace("_", " ") for reason in reasons)

@@ -223,7 +223,9 @@ class TrainIteration:
             self._sum.enter()
             loss, auxiliary, metrics = self._micro_batch(batch)
             share = weight if self._wrapped.config.loss_reduction == "tokens" else 1 / len(batches)
-            self._sum.add(loss * weight + auxiliary * share)
+            # A step may run, again or on a new variant, where its result is read: under the reader's no_grad.
+            with torch.enable_grad():
+                self._sum.add(loss * weight + auxiliary * share)
             weighted = loss.detach() * weight
             total = weighted if total is None else total + weighted
             for name, value in metrics.items():
