@@ -71,7 +71,7 @@ def test_the_tree_is_true() -> None:
 
 
 def test_it_is_short_and_says_each_version_once() -> None:
-    assert len(TEXT.splitlines()) <= 250
+    assert len(TEXT.splitlines()) <= 270
     constraints = (ROOT / "constraints.txt").read_text()
     assert re.search(r"^torch==2\.13\.0$", constraints, flags=re.MULTILINE)
     assert "torch>=2.11" in (ROOT / "pyproject.toml").read_text() and "2.11 or newer" in TEXT
@@ -123,3 +123,22 @@ def test_the_block_is_ahead_as_the_table_says() -> None:
         ]
         assert f" | {' | '.join(row)} |" in TEXT
         assert ours["both"]["ms"] < peer["both"]["ms"] and ours["forward"]["ms"] < peer["forward"]["ms"]
+
+
+def test_the_transformers_models_are_as_fast_as_the_table_says() -> None:
+    result = json.loads((ROOT / "profiles" / "results" / "h200" / "transformers_models.json").read_text())
+    again = {row["case"]: row for row in result["later"]}
+    for name, case in result["cases"].items():
+        modes = case["modes"]
+        ours = modes["staticmoe"] if "ms" in modes["staticmoe"] else again[name]
+        row = [modes.get(mode, {}).get("ms") for mode in ("grouped_mm", "grouped_mm_compiled")] + [ours["ms"]]
+        assert f"| {' | '.join('-' if ms is None else f'{ms:.1f}' for ms in row)} |" in TEXT
+
+
+def test_no_overflow_lost_anything() -> None:
+    result = json.loads((ROOT / "profiles" / "results" / "h200" / "overflow.json").read_text())
+    assert len(result["equality"]) == 8 and "in all eight cases" in TEXT
+    for row in result["equality"].values():
+        assert row["steps"] == 200 and row["lost"] == 0 and row["run_again"] > 0 and all(row["bitwise"].values())
+    over = [t["reserved"] / t["forecast"]["total at the highest point"] - 1 for t in result["memory"]["tables"]]
+    assert f"held {min(over):.0%} to {max(over):.0%} more".replace("% to", " to").replace("%", " %") in TEXT
