@@ -91,7 +91,7 @@ def many_experts(device: torch.device) -> dict[str, Any]:
     rate = copy_rate(device)
     found["weights read, ms"] = 1e3 * read / (rate * 1e12)
     found["weight gradients written, ms"] = 1e3 * 2 * shape.weights / (rate * 1e12)
-    host = []
+    in_a_row = []
     recorded = capture(lambda: with_room(p, p.ids.numel()))
     for _ in range(20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -100,8 +100,8 @@ def many_experts(device: torch.device) -> dict[str, Any]:
             recorded.replay()
         end.record()
         torch.cuda.synchronize()
-        host.append(start.elapsed_time(end) / 50)
-    found["forward, back to back, ms"] = statistics.median(host)
+        in_a_row.append(start.elapsed_time(end) / 50)
+    found["forward, back to back, ms"] = statistics.median(in_a_row)
     return found
 
 

@@ -22,19 +22,21 @@ def test_it_bounds_what_was_measured_and_not_by_far() -> None:
     for case in cases:
         estimate = needs.pass_bytes(SHAPES[case["shape"]], case["tokens"], 2) / needs.GIB
         worst = max(block["peak_gib"] for block in case["blocks"].values())
-        assert worst <= estimate <= 1.5 * worst, (case["shape"], case["tokens"], worst, estimate)
+        assert worst <= estimate <= 1.35 * worst, (case["shape"], case["tokens"], worst, estimate)
 
 
 def test_it_grows_as_sizes_do() -> None:
     # x, grad: 2·3·64·2 bytes; ids and weights: 3·2·8; weights 3·8·64·32·2.
     assert needs.problem_bytes(SMALL, 3, 2) == 768 + 48 + 98_304
-    # gradients, y and d_x, and 6 rows of 2·64 + 6·32.
-    assert needs.pass_bytes(SMALL, 3, 2) == 98_304 + 768 + 3_840
+    # gradients, y and d_x, and 6 rows of 2·64 + 4·32.
+    assert needs.pass_bytes(SMALL, 3, 2) == 98_304 + 768 + 3_072
+    # With 2000 rows of 2·64 + 6·32 they count for more than a third of the gradients.
+    assert needs.pass_bytes(SMALL, 1000, 2) == 65_536 + 256_000 + 1_280_000
     plain, main = (sum(needs.needed_bytes(SMALL, 3, 2, main_grad=on).values()) for on in (False, True))
     assert plain == needs.problem_bytes(SMALL, 3, 2) + needs.pass_bytes(SMALL, 3, 2)
     assert main - plain == 4 * SMALL.weights
     more = needs.pass_bytes(SMALL, 6, 2) - needs.pass_bytes(SMALL, 3, 2)
-    assert more == 768 + 3_840
+    assert more == 768 + 3_072
     assert needs.repeat_bytes(SMALL, 3, 2) > plain
 
 

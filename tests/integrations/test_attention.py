@@ -88,6 +88,10 @@ def test_a_mask_that_nobody_would_look_at_is_refused(build: Callable[..., Any]) 
 def test_a_window_and_another_attention_are_refused(build: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="got sliding_window=4"):
         huggingface.attend_causally(built(build, "mixtral", sliding_window=4))
+    hybrid = built(build)
+    hybrid.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ConfigError, match="got linear_attention; keep"):
+        huggingface.attend_causally(hybrid)
     with pytest.raises(ConfigError, match="expected a transformers model with attn_implementation='sdpa', got 'eager'"):
         huggingface.attend_causally(build("qwen3_moe", "staticmoe", attention="eager"))
     with pytest.raises(ConfigError, match="got None"):

@@ -193,3 +193,50 @@ def test_autocast_sums_unrounded_gradients(captured: str) -> None:
         rounded += part.bfloat16().float()
     assert error(kept, exact) < 1e-5 < error(rounded, exact)
     assert F.cosine_similarity(kept.flatten(), exact.flatten(), dim=0) > 0.999
+
+
+class HandsOut(torch.autograd.Function):
+    """The sum of three parameters; the first two get one tensor as gradient, the third gets the model's own buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor, buffer: Tensor) -> Tensor:
+        ctx.save_for_backward(buffer)
+        return (a + b + c).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (buffer,) = ctx.saved_tensors
+        one = grads[0] * torch.ones_like(buffer)
+        return one, one, buffer, None
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.zeros(4)) for _ in range(3))
+        self.register_buffer("given", torch.full((4,), 2.0))
+        self.moe = StaticMoE(8, 16, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return HandsOut.apply(self.a, self.b, self.c, self.given) + 0.0 * self.moe(x).sum()
+
+
+def test_clipping_scales_each_gradient_once_and_nothing_else(captured: str) -> None:
+    """By 1 / sqrt(4 + 4 + 16): what two parameters share is scaled once, and the model's buffer is not."""
+    device = "cuda" if captured == "cuda" else "cpu"
+    model = Sharing().to(device)
+    batch = {"x": torch.randn(6, 8, device=device)}
+    with StaticMoERunner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        example_batch=batch,
+        loss_fn=lambda model, batch: model(batch["x"]),
+        config=RunnerConfig(capture=captured, max_grad_norm=1.0),
+    ) as runner:
+        for _ in range(3):
+            runner.step(batch)
+        runner.synchronize()
+        clipped = 3 / 24**0.5
+        for parameter, gradient in ((model.a, 1.0), (model.b, 1.0), (model.c, 2.0)):
+            assert torch.allclose(parameter, torch.full_like(parameter, -gradient * clipped), rtol=1e-5)
+        assert torch.equal(model.given, torch.full_like(model.given, 2.0))

@@ -300,3 +300,13 @@ def test_another_factor_leaves_out_the_rungs_below_it(caplog: pytest.LogCaptureF
         factors = [rung.factor for rung in runner._parts.training.ladder(0)._rungs]
         assert factors == [3.0, 3.2, None]
         assert sum(runner.step(batch_of(step)).attempt for step in range(4)) > 0, "and they work"
+
+
+def test_an_example_batch_that_overflows_is_checked_like_any_other() -> None:
+    """Its trials halt nothing: else the one behind it would begin halted, and do none of the work in front."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = RunnerConfig(capacity_factor=1.3, capacity_scope="expert")
+    with StaticMoERunner(model, optimizer, example_batch=batch_of(4), loss_fn=loss_fn, config=config) as runner:
+        assert runner.step(batch_of(4)).attempt == 1, "the example does overflow"

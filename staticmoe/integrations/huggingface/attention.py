@@ -26,8 +26,8 @@ def attend_causally(model: nn.Module) -> None:
     `model.set_attn_implementation("sdpa")` goes back.
 
     Raises:
-        ConfigError: a model whose attention is not torch's or not causal, or that has layers which look back over a
-            window only; on a forward, a mask.
+        ConfigError: a model whose attention is not torch's or not causal, or that has layers of another kind, such as
+            those that look back over a window only; on a forward, a mask.
     Graph-safe: yes.
     """
     config: Any = getattr(model, "config", None)
@@ -37,10 +37,12 @@ def attend_causally(model: nn.Module) -> None:
             f"attend_causally: expected a transformers model with attn_implementation='sdpa', got {attention!r}; "
             "a model that knows no other attention takes ready_masks(...)"
         )
-    if _looks_back_over_a_window(config):
+    kinds = set(getattr(config, "layer_types", None) or ())
+    other = kinds - {"full_attention"}
+    if other or (not kinds and sliding_window_of(config) is not None):
         raise ConfigError(
-            f"attend_causally: expected layers that attend to every token so far, got sliding_window="
-            f"{config.sliding_window}; {_OTHERWISE}"
+            "attend_causally: expected layers that attend to every token so far, got "
+            f"{', '.join(sorted(other)) or f'sliding_window={sliding_window_of(config)}'}; {_OTHERWISE}"
         )
     bidirectional = [name for name, module in model.named_modules() if getattr(module, "is_causal", True) is False]
     if bidirectional:
@@ -52,11 +54,6 @@ def attend_causally(model: nn.Module) -> None:
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     if not any(hook is _refuse_masks for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(_refuse_masks, with_kwargs=True)
-
-
-def _looks_back_over_a_window(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None) or ()
-    return any(kind != "full_attention" for kind in kinds) if kinds else sliding_window_of(config) is not None
 
 
 def _refuse_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
