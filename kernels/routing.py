@@ -135,6 +135,8 @@ def staticmoe_router_route(
             key_value = _sigmoid(row)
         else:
             key_value = tl.div_rn(tl.exp(row - largest[:, None]), total[:, None] + tl.zeros_like(row))
+            # One NaN makes all scores of a row NaN: the logit still tells whose it is, and who has it must be chosen.
+            key_value = tl.where(key_value != key_value, row, key_value)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_expert, mask=exists[None, :], other=0.0)
         key_value += bias.to(tl.float32)

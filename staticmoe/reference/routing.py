@@ -64,6 +64,8 @@ def _selection_key(
         # round to the same number.
         return logits
     scores = torch.softmax(logits, dim=-1) if score_function == "softmax" else torch.sigmoid(logits)
+    # One NaN makes all scores of a row NaN: the logit still tells whose it is, and who has it must be chosen.
+    scores = torch.where(torch.isnan(scores), logits, scores)
     key = scores if selection_bias is None else scores + selection_bias.to(scores.dtype)
     if n_group == 1:
         return key

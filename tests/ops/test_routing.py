@@ -184,10 +184,12 @@ def test_unmasked_nan_rows_have_distinct_ids_and_show(
 ) -> None:
     """O26: an unmasked NaN row must not crash; its ids are in range and its NaN reaches the weights."""
     logits = torch.randn(3, 16, device=device)
-    logits[0], logits[1, 5], logits[2, 3] = NAN, NAN, INF
+    # Behind the first eight: where all keys are alike, those are chosen.
+    logits[0], logits[1, 13], logits[2, 14] = NAN, NAN, INF
     selection_bias = torch.zeros(16, device=device) if bias else None
     ids, weights = functional.route(logits, top_k=8, selection_bias=selection_bias, **options, **groups)
     assert all(len(set(row)) == 8 and set(row) <= set(range(16)) for row in ids.tolist())
+    assert 13 in ids[1] and 14 in ids[2]
     assert weights[:2].isnan().any(-1).all()
 
 

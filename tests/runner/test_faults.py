@@ -309,22 +309,26 @@ WEIGHTS = [
 
 
 class Poisoned:
-    """Within: one element of a parameter is overwritten in place; what it was stands there again afterwards."""
+    """Within: one element of a parameter is overwritten in place; what it was stands there again afterwards.
+
+    Of a router the last: where all scores of a row are NaN, it is not its expert that comes first by number.
+    """
 
     def __init__(self, training: Training, name: str, value: float) -> None:
         self._runner, self._value = training.runner, value
         self._parameter = training.model.get_parameter(name)
+        self._at = -1 if "router" in name else 0
 
     @torch.no_grad()
     def __enter__(self) -> None:
         self._runner.synchronize()
-        self._before = self._parameter.view(-1)[0].clone()
-        self._parameter.view(-1)[0] = self._value
+        self._before = self._parameter.view(-1)[self._at].clone()
+        self._parameter.view(-1)[self._at] = self._value
 
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
         self._runner.synchronize()
-        self._parameter.view(-1)[0] = self._before
+        self._parameter.view(-1)[self._at] = self._before
 
 
 @pytest.mark.parametrize(
@@ -407,7 +411,7 @@ def test_a_step_may_run_again_where_its_result_is_read_without_gradients(capture
 def test_ids_are_legal_whatever_the_scores(
     score_function: str, norm: bool, bias: bool, groups: dict[str, int], device: torch.device
 ) -> None:
-    """All rows of four scores out of six special ones: K different experts each, and rows within bounds."""
+    """All rows of four scores out of six special ones: K different experts each, rows within bounds, no NaN unseen."""
     special = (NAN, INF, -INF, 0.0, 3e38, -1.0)
     logits = torch.tensor(list(itertools.product(special, repeat=E)), device=device)
     ids, weights = functional.route(
@@ -419,6 +423,7 @@ def test_ids_are_legal_whatever_the_scores(
         **groups,
     )
     assert ids.min() >= 0 and ids.max() < E and (ids[:, 0] != ids[:, 1]).all()
+    assert weights[logits.isnan().any(-1)].isnan().any(-1).all(), "a NaN must reach the loss, which vetoes the step"
     count = logits.shape[0] * K
     for expert_capacity, capacity_rows in ((None, count), (300, E * 300), (None, 500)):
         plan = functional.make_plan(
