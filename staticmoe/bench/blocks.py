@@ -1,6 +1,7 @@
 """The blocks that are compared, each from tokens, expert ids and routing weights to the output.
 
-Ours, ours with fp32 weight gradients added to buffers, and the peer: torch's `grouped_mm`, as it is and compiled.
+Ours, ours with fp32 weight gradients added to buffers, and the peers: torch's `grouped_mm`, as it is and compiled, and
+the packages in `peers`.
 
 Dimensions: T tokens, K top_k, R = T·K rows, H hidden.
 """
@@ -8,8 +9,7 @@ Dimensions: T tokens, K top_k, R = T·K rows, H hidden.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from staticmoe import functional
+from staticmoe.bench.peers.registry import PEERS, Found, find
 from staticmoe.bench.problems import Problem
 
 Block = Callable[[Problem], Tensor]
@@ -62,25 +63,56 @@ def sum_of_rows(rows: Tensor, row_of_assignment: Tensor) -> Tensor:
     return gathered.view(*row_of_assignment.shape, -1).sum(1)
 
 
-def _grouped_mm(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Rows in the order of their experts.
+
+    Shapes: token_of_row [R]; row_of_assignment [T,K]; weight [R,1], of the rows' dtype; ends [E] int32, inclusive.
+    """
+
+    token_of_row: Tensor
+    row_of_assignment: Tensor
+    weight: Tensor
+    ends: Tensor
+
+
+def lay_out(ids: Tensor, weights: Tensor, experts: int, dtype: torch.dtype) -> Layout:
+    """One sort, no host read."""
     tokens, top_k = ids.shape
-    experts, hidden, intermediate = down.shape
     sorted_ids, order = torch.sort(ids.flatten(), stable=True)
     ends = torch.searchsorted(sorted_ids, torch.arange(experts, device=order.device), right=True).to(torch.int32)
     place = torch.arange(order.shape[0], device=order.device)
-    row_of_assignment = torch.empty_like(order).scatter_(0, order, place).view(tokens, top_k)
-    token_of_row = order // top_k
-    weight = weights.flatten().gather(0, order).to(x.dtype)[:, None]
+    return Layout(
+        token_of_row=order // top_k,
+        row_of_assignment=torch.empty_like(order).scatter_(0, order, place).view(tokens, top_k),
+        weight=weights.flatten().gather(0, order).to(dtype)[:, None],
+        ends=ends,
+    )
 
-    rows = _ToRows.apply(x, token_of_row, row_of_assignment)
-    gate, up = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+
+def swiglu_rows(
+    x: Tensor, layout: Layout, gate_up: Tensor, down: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """The block around a product of rows [R,K] with weights [E,N,K]; weights multiply the narrower rows."""
+    hidden, intermediate = down.shape[1:]
+    rows = _ToRows.apply(x, layout.token_of_row, layout.row_of_assignment)
+    gate, up = product(rows, gate_up).chunk(2, dim=-1)
     act = F.silu(gate) * up
     if intermediate <= hidden:
-        act = act * weight
-    out = F.grouped_mm(act, down.transpose(1, 2), offs=ends)
+        act = act * layout.weight
+    out = product(act, down)
     if intermediate > hidden:
-        out = out * weight
-    return _ToTokens.apply(out, token_of_row, row_of_assignment)
+        out = out * layout.weight
+    return _ToTokens.apply(out, layout.token_of_row, layout.row_of_assignment)
+
+
+def _grouped_mm(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    layout = lay_out(ids, weights, down.shape[0], x.dtype)
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=layout.ends)
+
+    return swiglu_rows(x, layout, gate_up, down, product)
 
 
 def grouped_mm_block(p: Problem) -> Tensor:
@@ -128,24 +160,28 @@ class MainGradBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A row of the result: its name, its block for a problem, and whether its calls are captured in a CUDA graph."""
+    """A row of the result.
+
+    Args:
+        name: as it is shown.
+        make: gives its block for a problem.
+        captured: whether its calls are captured in a CUDA graph.
+        package: the package that computes it; "" for ours and torch's.
+        devices: where it runs.
+    """
 
     name: str
     make: Callable[[Problem], Block]
     captured: bool = True
+    package: str = ""
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 OURS, PEER, MAIN_GRAD = "staticmoe", "grouped_mm", "staticmoe, main_grad"
 EAGER, COMPILED = "grouped_mm, eager", "grouped_mm, compiled"
 BLOCKS: dict[str, Block] = {OURS: staticmoe_block, PEER: grouped_mm_block}
 # Named in the result, so that nobody takes their absence for a comparison.
-ABSENT = ("SonicMoE", "ScatterMoE", "FBGEMM-GenAI", "Liger", "grouped_mm compiled")
-_PACKAGES = {
-    "SonicMoE": "sonicmoe",
-    "ScatterMoE": "scattermoe",
-    "FBGEMM-GenAI": "fbgemm_gpu",
-    "Liger": "liger_kernel",
-}
+ABSENT = (*(peer.name for peer in PEERS.values()), "grouped_mm compiled")
 
 
 def candidates(*, main_grad: bool = False, eager: bool = False, compile_peer: bool = False) -> list[Candidate]:
@@ -161,10 +197,20 @@ def candidates(*, main_grad: bool = False, eager: bool = False, compile_peer: bo
     return made
 
 
-def absent(compile_peer: bool = True) -> dict[str, str]:
-    """Peers that are not measured, and why."""
-    found = {
-        name: "installed, but no block of it is written yet" if importlib.util.find_spec(package) else "not installed"
-        for name, package in _PACKAGES.items()
-    }
+def peer_candidates(found: Found) -> list[Candidate]:
+    """Every package that was imported, captured where it can be, and uncaptured."""
+    made = []
+    for key, adapter in found.adapters.items():
+        peer = PEERS[key]
+        ways = {peer.name: True, f"{peer.name}, eager": False} if peer.captured else {f"{peer.name}, eager": False}
+        made += [
+            Candidate(name, adapter.make, captured, package=peer.name, devices=peer.devices)
+            for name, captured in ways.items()
+        ]
+    return made
+
+
+def absent(compile_peer: bool = True, peers: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Peers that are not measured, and why; `peers`: the packages among them, looked for by default."""
+    found = dict(find().absent if peers is None else peers)
     return found if compile_peer else {**found, "grouped_mm compiled": "not asked for: --compiled"}

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from staticmoe.bench.blocks import OURS, Block, Candidate
 from staticmoe.bench.check import forward_backward
+from staticmoe.bench.peers.layout import Converted
 from staticmoe.bench.problems import Problem, Shape, make_problem
 from staticmoe.bench.timing import capture, ceiling, clean, milliseconds, spread
 
 
 def memory(block: Block, p: Problem, device: torch.device) -> dict[str, float]:
     """GiB saved for the backward beside the inputs, and the peak above inputs and weights, gradients included."""
-    mine = {t.untyped_storage().data_ptr() for t in (*p.inputs(), p.ids)}
+    converted = [block.gate_up] if isinstance(block, Converted) else []
+    mine = {t.untyped_storage().data_ptr() for t in (*p.inputs(), p.ids, *converted)}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -76,6 +78,14 @@ def why_not_captured(block: Block, p: Problem) -> str | None:
     return None
 
 
+def first_cause(error: BaseException) -> str:
+    """Type and first line of the error that others were made of: a compiler says last where, and first what."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        error, cause = cause, cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
     """The cases of one shape: every number of tokens with every routing, and in each the same candidates."""
@@ -91,22 +101,35 @@ class Sweep:
 def measure_case(
     sweep: Sweep, p: Problem, tokens: int, routing: str, device: torch.device, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """One row of the result; a peer that cannot be captured is left out by name."""
+    """One row of the result; a peer that cannot be captured, and a package that fails, are left out by name."""
     row: dict[str, Any] = {"shape": sweep.name, "tokens": tokens, "routing": routing, "blocks": {}}
     for candidate in sweep.candidates:
         say(f"{tokens} tokens, {routing}: {candidate.name}")
-        block = candidate.make(p)
-        # Ours must be captured: where it cannot be, the capture says so.
-        probed = candidate.captured and not candidate.name.startswith(OURS)
-        reason = why_not_captured(block, p) if probed else None
-        clean(device)
-        if reason is None:
-            row["blocks"][candidate.name] = measure(block, p, device, candidate.captured)
+        try:
+            found, reason = measure_candidate(candidate, p, device)
+        except Exception as error:  # what another package raises is a finding, not the end
+            if not candidate.package:
+                raise
+            found, reason = None, f"fails: {first_cause(error)}"
+        if found is None:
+            clean(device)
+            say(f"{candidate.name} is left out: {reason}")
+            row.setdefault("left_out", {})[candidate.name] = reason
         else:
-            say(f"{candidate.name} is left out, it cannot be captured: {reason}")
-            row.setdefault("left_out", {})[candidate.name] = f"not capturable: {reason}"
-        del block
+            row["blocks"][candidate.name] = found
     return row
+
+
+def measure_candidate(candidate: Candidate, p: Problem, device: torch.device) -> tuple[dict[str, Any] | None, str]:
+    """Times and memory; or None, and what keeps a peer out of a CUDA graph."""
+    block = candidate.make(p)
+    # Ours must be captured: where it cannot be, the capture says so.
+    probed = candidate.captured and not candidate.name.startswith(OURS)
+    reason = why_not_captured(block, p) if probed else None
+    clean(device)
+    if reason is not None:
+        return None, f"not capturable: {reason}"
+    return measure(block, p, device, candidate.captured), ""
 
 
 def measure_sweep(

@@ -53,11 +53,17 @@ def checkable(shape: Shape, tokens: int, element: int, free: int) -> Shape:
     return shape
 
 
-def needed_bytes(shape: Shape, tokens: int, element: int, *, main_grad: bool = False) -> dict[str, int]:
-    """What the largest case holds at once, by what it is for; the sum is what must be free."""
+def needed_bytes(
+    shape: Shape, tokens: int, element: int, *, main_grad: bool = False, converted: bool = False
+) -> dict[str, int]:
+    """What the largest case holds at once, by what it is for; the sum is what must be free.
+
+    `converted`: a peer holds gate and up, two thirds of the weights, in an order of its own as well.
+    """
     buffers = 4 * shape.weights if main_grad else 0
+    second = 2 * shape.weights // 3 * element if converted else 0
     return {
-        "weights": shape.weights * element,
+        "weights": shape.weights * element + second,
         "their gradients": shape.weights * element + buffers,
         "tokens and rows": (
             problem_bytes(shape, tokens, element) + pass_bytes(shape, tokens, element) - 2 * shape.weights * element
@@ -72,7 +78,13 @@ def repeat_bytes(shape: Shape, tokens: int, element: int) -> int:
 
 
 def refuse_what_does_not_fit(
-    shape: Shape, tokens: list[int], dtype: torch.dtype, free: int, *, main_grad: bool = False
+    shape: Shape,
+    tokens: list[int],
+    dtype: torch.dtype,
+    free: int,
+    *,
+    main_grad: bool = False,
+    converted: bool = False,
 ) -> int:
     """Return the bytes that the check of repeated calls and the largest case take.
 
@@ -80,7 +92,7 @@ def refuse_what_does_not_fit(
         ConfigError: more than `free`, with the numbers.
     """
     element = dtype.itemsize
-    parts = needed_bytes(shape, max(tokens), element, main_grad=main_grad)
+    parts = needed_bytes(shape, max(tokens), element, main_grad=main_grad, converted=converted)
     repeated = repeat_bytes(shape, min(tokens), element)
     needed = int(SLACK * max(sum(parts.values()), repeated, COPY_BYTES))
     if needed > free:

@@ -4,6 +4,7 @@ Every block is first held against fp64, and calls of ours must repeat their bits
 
     staticmoe bench --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --tokens 8192
     staticmoe bench --preset mixtral --tokens 8192 --tokens 32768 --routing zipf --output bench.json --plot bench.png
+    staticmoe bench --preset olmoe --peers sonicmoe,liger
     staticmoe bench --check
 """
 
@@ -20,8 +21,9 @@ from rich.console import Console
 
 from staticmoe.bench import check as checks
 from staticmoe.bench import needs
-from staticmoe.bench.blocks import OURS, Candidate, absent, candidates
-from staticmoe.bench.measure import Sweep, measure_sweep
+from staticmoe.bench.blocks import OURS, Candidate, absent, candidates, peer_candidates
+from staticmoe.bench.measure import Sweep, first_cause, measure_sweep
+from staticmoe.bench.peers import held, registry
 from staticmoe.bench.plot import why_no_plot, write_plot
 from staticmoe.bench.problems import ROUTINGS, SHAPES, Shape
 from staticmoe.bench.result import provenance, source_commit, write_result
@@ -48,6 +50,7 @@ class BenchOptions:
     dtype: str = "bf16"
     compiled: bool = False
     main_grad: bool = False
+    peers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.tokens) < 1:
@@ -102,6 +105,13 @@ def bench(
     main_grad: Annotated[
         bool, typer.Option("--main-grad", help="Ours with fp32 weight gradients added to buffers as well.")
     ] = False,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Packages to compare: some of {','.join(registry.PEERS)}, or none; default: those that import.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check, and time nothing; runs on a CPU too.")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file to write.", show_default=False)] = None,
@@ -116,6 +126,7 @@ def bench(
         dtype=dtype,
         compiled=compiled,
         main_grad=main_grad,
+        peers=registry.asked_for(peers),
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not check:
@@ -166,27 +177,30 @@ def run(options: BenchOptions, device: torch.device, report: BenchReport, *, onl
     """Check, then measure and show; return the result."""
     dtype, on_gpu = DTYPES[options.dtype], device.type == "cuda"
     report.say(f"staticmoe bench: {options.shape}, {options.dtype}, on {device.type}")
+    found = registry.find(options.peers)
     if on_gpu:
-        free = torch.cuda.mem_get_info(device)[0]
-        needed = needs.refuse_what_does_not_fit(
-            options.shape, list(options.tokens), dtype, free, main_grad=options.main_grad
-        )
-        report.say(f"memory: about {needed / needs.GIB:.1f} GiB of {free / needs.GIB:.1f} GiB that are free")
+        refuse_what_does_not_fit(options, device, report, converted=found.converts)
     else:
         # The products of a check are so small that a second thread mostly waits, and on a busy machine it waits long.
         torch.set_num_threads(1)
         if options.compiled:
             report.say("grouped_mm is compiled, and held against fp64, on a GPU alone")
     asked = candidates(main_grad=options.main_grad, eager=True, compile_peer=options.compiled and on_gpu)
+    asked += peer_candidates(found)
     errors, left_out = check_blocks(options, asked, device, report)
-    missing = absent(options.compiled)
+    missing = absent(options.compiled, found.absent)
     result: dict[str, Any] = {
         "provenance": provenance(device, source_commit(), list(missing)),
         "absent": missing,
         "left_out": left_out,
+        "peers": found.notes,
         "shape": dataclasses.asdict(options.shape),
         "dtype": options.dtype,
-        "check": {"relative_errors": errors, "bitwise_equal_calls": check_calls(options, device, report)},
+        "check": {
+            "relative_errors": errors,
+            "allowed": {"blocks": checks.TOLERANCE[dtype], "peers": held.PEER_TOLERANCE[dtype]},
+            "bitwise_equal_calls": check_calls(options, device, report),
+        },
         "cases": [],
     }
     if only_check:
@@ -201,22 +215,42 @@ def run(options: BenchOptions, device: torch.device, report: BenchReport, *, onl
         tokens=options.tokens,
         routings=options.routings,
         dtype=dtype,
-        candidates=[candidate for candidate in asked if candidate.name not in left_out],
+        candidates=[one for one in asked if not {one.name, one.package} & left_out.keys()],
     )
     result["cases"] = measure_sweep(sweep, device, say=report.say)
     report.show(result)
     return result
 
 
+def refuse_what_does_not_fit(
+    options: BenchOptions, device: torch.device, report: BenchReport, *, converted: bool
+) -> None:
+    """Say what it takes.
+
+    Raises:
+        ConfigError: more than is free.
+    """
+    free = torch.cuda.mem_get_info(device)[0]
+    needed = needs.refuse_what_does_not_fit(
+        options.shape,
+        list(options.tokens),
+        DTYPES[options.dtype],
+        free,
+        main_grad=options.main_grad,
+        converted=converted,
+    )
+    report.say(f"memory: about {needed / needs.GIB:.1f} GiB of {free / needs.GIB:.1f} GiB that are free")
+
+
 def check_blocks(
     options: BenchOptions, asked: list[Candidate], device: torch.device, report: BenchReport
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Hold every block against fp64, on widths that no tile divides and on the user's.
+    """Hold every block against fp64, on widths that no tile divides and on the user's; packages on the user's alone.
 
-    Returns the largest relative errors by block and dtype, and what cannot run here, with the reason.
+    Returns the largest relative errors by block and dtype, and what cannot run here or is wrong, with the reason.
 
     Raises:
-        SelfCheckError: at the first result that is wrong.
+        SelfCheckError: at the first result that is wrong, but for those of a package.
     """
     on_gpu, dtype = device.type == "cuda", DTYPES[options.dtype]
     tokens, own = checks.reduced(options.shape, max(options.tokens), device)
@@ -225,7 +259,7 @@ def check_blocks(
     errors: dict[str, dict[str, float]] = {}
     left_out: dict[str, str] = {}
     # On a CPU the ops are plain PyTorch in every dtype. Captured or not, a block is the same.
-    for candidate in (one for one in asked if one.captured):
+    for candidate in (one for one in asked if one.captured and not one.package):
         for used in [dtype] if on_gpu else [dtype, torch.float32]:
             name, found = f"{candidate.name}, {used}".replace("torch.", ""), []
             try:
@@ -243,15 +277,8 @@ def check_blocks(
                 break
             errors[name] = {key: max(one[key] for one in found) for key in checks.NAMES}
             report.errors(errors[name], checks.TOLERANCE[used])
-    return errors, left_out
-
-
-def first_cause(error: BaseException) -> str:
-    """Type and first line of the error that others were made of: a compiler says last where, and first what."""
-    cause = error.__cause__ or error.__context__
-    while cause is not None:
-        error, cause = cause, cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    found_of, why = held.hold_all(asked, dtype, device, (tokens, own), say=report.say, show=report.errors)
+    return {**errors, **found_of}, {**left_out, **why}
 
 
 def check_calls(options: BenchOptions, device: torch.device, report: BenchReport) -> int:

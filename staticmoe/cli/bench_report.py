@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from staticmoe.bench.blocks import EAGER, PEER
+from staticmoe.bench.blocks import PEER
 
 WIDTH = 100
 # What a narrower screen goes without, first the range: header -> least width at which it is shown.
@@ -93,8 +93,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     lines = [
         f"ceiling: {before:.0f} TFLOP/s before, {after:.0f} after (8192^3 bf16 product); "
         f"copy {result['copy_tb_per_s']:.2f} TB/s",
-        f"calls are captured, but for {EAGER}; medians and ranges",
+        "calls are captured, but for those called eager; medians and ranges",
     ]
+    lines += [f"{name}: {note}" for name, note in result.get("peers", {}).items()]
     left_out = dict(result["left_out"])
     for row in result["cases"]:
         left_out |= row.get("left_out", {})
