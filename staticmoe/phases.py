@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+# How a program that is profiled learns which steps of which ranks, and where to write what no nsys records.
+WINDOW_VARIABLE, KINETO_VARIABLE = "STATICMOE_PROFILE", "STATICMOE_PROFILE_KINETO"
 
 
 class HostPhase(enum.StrEnum):
@@ -25,8 +29,14 @@ class HostPhase(enum.StrEnum):
 
 
 class DevicePhase(enum.StrEnum):
-    """What the device does in an iteration; kernels carry the name as `staticmoe_<phase>_`."""
+    """What the device does in an iteration; our kernels carry the name as `staticmoe_<phase>_`.
 
+    `forward` and `backward` say which pass over the model is running, the others what is computed.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    LAYOUT = "layout"
     ROUTER = "router"
     PLAN = "plan"
     UP = "up"
@@ -35,6 +45,7 @@ class DevicePhase(enum.StrEnum):
     DACT = "dact"
     WEIGHT_GRAD = "weight_grad"
     TOKEN_GRAD = "token_grad"
+    CLIP = "clip"
     OPTIMIZER = "optimizer"
     RECORD = "record"
 
@@ -53,18 +64,24 @@ class _Range:
         self._domain.pop_range()
 
 
-def _ranges() -> dict[HostPhase, Any]:
-    """A reusable range for each host phase."""
+_Phase = HostPhase | DevicePhase
+_Shown = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+def _ranges() -> dict[_Phase, Any]:
+    """A reusable range for each phase."""
+    phases: list[_Phase] = [*HostPhase, *DevicePhase]
     try:
         import nvtx
     except ImportError:
         log.info("nvtx is not installed: profiles will show no ranges (pip install nvtx)")
-        return {phase: contextlib.nullcontext() for phase in HostPhase}
+        return {phase: contextlib.nullcontext() for phase in phases}
     domain = nvtx.get_domain("staticmoe")
-    return {phase: _Range(domain, phase.value) for phase in HostPhase}
+    return {phase: _Range(domain, phase.value) for phase in phases}
 
 
-_RANGES: dict[HostPhase, Any] = {}
+_RANGES: dict[_Phase, Any] = {}
+_shown_by: list[_Shown] = []
 
 
 def host_range(phase: HostPhase) -> contextlib.AbstractContextManager[Any]:
@@ -72,6 +89,30 @@ def host_range(phase: HostPhase) -> contextlib.AbstractContextManager[Any]:
 
     Graph-safe: yes, it launches nothing; pushed inside a capture it shows at the capture and not at replays.
     """
+    return _range(phase)
+
+
+def device_range(phase: DevicePhase) -> contextlib.AbstractContextManager[Any]:
+    """Context manager around the launches of `phase`; a profile finds the nodes of a graph by what was open at capture.
+
+    Graph-safe: as `host_range`.
+    """
+    return _range(phase)
+
+
+def _range(phase: _Phase) -> contextlib.AbstractContextManager[Any]:
+    if _shown_by:
+        return _shown_by[-1](phase.value)
     if not _RANGES:
         _RANGES.update(_ranges())
     return _RANGES[phase]
+
+
+@contextlib.contextmanager
+def shown_by(show: _Shown) -> Iterator[None]:
+    """Within, `show(name)` makes the ranges: for a tool that does not see those of nvtx."""
+    _shown_by.append(show)
+    try:
+        yield
+    finally:
+        _shown_by.remove(show)

@@ -127,6 +127,29 @@ def test_alternating_gate_rows_are_read_and_written_where_they_lie(case: Callabl
     assert found[1][3].stride() == other[2].stride() and found[1][5].stride() == other[4].stride()
 
 
+@pytest.mark.parametrize("alternating", [False, True])
+def test_weights_with_their_rows_side_by_side(case: Callable[..., Any], alternating: bool) -> None:
+    """As GPT-OSS stores them: bit for bit what rows give, and gradients laid out as the weights."""
+    c = small_case(case, torch.float32, bias=True)
+    operands = block(c, torch.float32)
+    other = list(operands)
+    other[3] = operands[3].transpose(1, 2).contiguous().transpose(1, 2)
+    if alternating:
+        other[2] = operands[2].unflatten(1, (2, 24)).permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+        # The bias of such weights alternates too.
+        other[4] = operands[4].unflatten(1, (2, 24)).transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        other[2] = operands[2].transpose(1, 2).contiguous().transpose(1, 2)
+    grad = torch.randn_like(operands[0])
+    found = []
+    for given in (operands, other):
+        y, pre = experts_launch.experts_forward(*given, "swiglu")
+        found.append([y, *experts_launch.experts_backward(grad, pre, *given, "swiglu", [True] * 6)])
+    for plain, viewed in zip(*found, strict=True):
+        assert torch.equal(plain, viewed.reshape(plain.shape))
+    assert found[1][3].stride() == other[2].stride() and found[1][4].stride() == other[3].stride()
+
+
 def skew(number: int, tokens: int, experts: int) -> Tensor:
     """Routing [tokens,3]: even, to three experts alone, some tokens masked, most to one, by turns."""
     if number % 4 == 1:

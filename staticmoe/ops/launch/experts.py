@@ -18,7 +18,7 @@ from staticmoe.kernels.dact import dact, reduce_weight_grad, weight_parts
 from staticmoe.kernels.grouped_sum import grouped_sum
 from staticmoe.kernels.up import up
 from staticmoe.kernels.weight_grad import Side
-from staticmoe.ops.launch.operands import aligned, whole_rows
+from staticmoe.ops.launch.operands import aligned, laid_out_like, whole_rows
 from staticmoe.ops.launch.products import Products
 from staticmoe.reference import is_gated
 
@@ -190,6 +190,7 @@ def experts_backward(
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     on = Products(x.dtype, expert_offsets, row_assignment, assignment_row)
     halves = 2 if is_gated(activation) else 1
+    given_gate_up, given_down = gate_up, down
     grad, x, gate_up, down = whole_rows(grad), whole_rows(x), aligned(gate_up), aligned(down)
     weights = topk_weights.float().contiguous()
     d_x = d_weights = d_gate_up = d_down = d_gate_up_bias = d_down_bias = None
@@ -206,6 +207,8 @@ def experts_backward(
         if out is None:
             out = d_down = down.new_empty(down.shape, dtype=weight_grad_dtype)
         on.weight_grad("weight_grad_down", rows, made.weighted, out, gather=gather, add=add)
+        if d_down is not None:
+            d_down = laid_out_like(given_down, d_down)
     d_pre = made.d_pre
     del made, rows
     if need_x:
@@ -221,6 +224,8 @@ def experts_backward(
         out = _halves(out, halves, 4)
         tokens, gather = tokens_of_weight_grad_up(on, d_pre, x, out, down.shape[2])
         on.weight_grad("weight_grad_up", d_pre, tokens, out, gather=gather, add=add)
+        if d_gate_up is not None:
+            d_gate_up = laid_out_like(given_gate_up, d_gate_up)
     if need_gate_up_bias and gate_up_bias is not None:
         d_gate_up_bias = torch.empty_like(gate_up_bias)
         grouped_sum(d_pre, on.offsets, d_gate_up_bias)

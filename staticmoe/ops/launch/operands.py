@@ -13,6 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
+from staticmoe.kernels.transpose import has_rows_side_by_side, transpose
+
 log = logging.getLogger(__name__)
 
 MAX_EXPERTS = 4096
@@ -72,7 +74,20 @@ def aligned(tensor: Tensor) -> Tensor:
     whole = tensor.stride(-1) == 1 and all(stride * size % _ALIGN_BYTES == 0 for stride in tensor.stride()[:-1])
     if whole and tensor.data_ptr() % _ALIGN_BYTES == 0:
         return tensor
+    if has_rows_side_by_side(tensor):
+        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        transpose(tensor, copy)
+        return copy
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def laid_out_like(given: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient` in the layout of the weight that was given, where that has its rows side by side; else as it is."""
+    if not has_rows_side_by_side(given) or has_rows_side_by_side(gradient):
+        return gradient
+    like = torch.empty_strided(given.shape, given.stride(), dtype=gradient.dtype, device=gradient.device)
+    transpose(gradient, like)
+    return like
 
 
 def whole_rows(tensor: Tensor) -> Tensor:

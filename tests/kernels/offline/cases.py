@@ -225,6 +225,13 @@ def grouped_sum(*, dtype: torch.dtype, tile: None, gather: bool) -> None:
     kernel("grouped_sum").grouped_sum(rows, ints(E + 1), out, **options)
 
 
+def transpose(*, dtype: torch.dtype, tile: None, parts: int, back: bool) -> None:
+    """Weights with their rows side by side into rows, or a gradient back."""
+    columns = empty(E, H, parts * I, dtype=dtype).unflatten(2, (I, parts)).permute(0, 3, 2, 1)
+    rows = empty(E, parts, I, H, dtype=dtype)
+    kernel("transpose").transpose(*((rows, columns) if back else (columns, rows)))
+
+
 def route(*, dtype: torch.dtype, tile: None, experts: int, grouped: bool) -> None:
     """Choice of experts and its backward; grouped as in DeepSeek-V3."""
     module, logits, top_k = kernel("routing"), empty(T, experts, dtype=dtype), 8
@@ -377,6 +384,9 @@ def _small() -> list[Case]:
         ("reduce_weight_grad, bias", reduce_weight_grad, BF16, {"bias": True}),
         ("grouped_sum", grouped_sum, BF16, {"gather": True}),
         ("grouped_sum, main_grad, base row", grouped_sum, BF16, {"gather": False}),
+        ("transpose", transpose, BF16, {"parts": 1, "back": False}),
+        ("transpose, gate and up alternate", transpose, BF16, {"parts": 2, "back": False}),
+        ("transpose, back", transpose, BF16, {"parts": 2, "back": True}),
         ("combine", combine, BF16, {"weighted": True}),
         ("combine, plain sum", combine, BF16, {"weighted": False}),
         ("combine_backward", combine_backward, BF16, {}),
