@@ -58,13 +58,20 @@ class Loop:
 
 
 class Runner:
-    """The same under the runner."""
+    """The same under the runner; `compiled`: its dense regions."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, example: dict[str, Tensor], capture: str, token_mask: str | None = None
+        self,
+        model: nn.Module,
+        loss: Loss,
+        example: dict[str, Tensor],
+        capture: str,
+        token_mask: str | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         huggingface.prepare(model)
-        config = RunnerConfig(capture=capture, max_grad_norm=MAX_GRAD_NORM)
+        config = RunnerConfig(capture=capture, max_grad_norm=MAX_GRAD_NORM, compile="blocks" if compiled else "off")
         self._runner = StaticMoERunner(
             model, adamw(model), example_batch=example, loss_fn=loss, token_mask=token_mask, config=config
         )

@@ -68,6 +68,7 @@ MODES = {
     "grouped_mm_compiled": Mode("grouped_mm", compiled=True),
     "staticmoe_off": Mode(huggingface.NAME, capture="off"),
     "staticmoe": Mode(huggingface.NAME, capture="auto"),
+    "staticmoe_compiled": Mode(huggingface.NAME, compiled=True, capture="auto"),
 }
 
 
@@ -205,7 +206,8 @@ def train(case: Case, mode: Mode, data: list[dict[str, Tensor]], device: torch.d
             backend = "inductor" if on_gpu else "aot_eager"
             return Loop(model, loss_of, device, torch.compile(model, backend=backend) if mode.compiled else None)
         loss = loss_with_ready_mask if case.ready_masks else loss_of
-        return Runner(model, loss, data[0], mode.capture, "attention_mask" if case.padded else None)
+        mask = "attention_mask" if case.padded else None
+        return Runner(model, loss, data[0], mode.capture, mask, compiled=mode.compiled)
 
     return {"model_s": seconds, **measure(make, data, device, case.real_tokens)}
 

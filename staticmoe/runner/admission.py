@@ -1,16 +1,18 @@
-"""What a runner takes in: checks of model and optimizer before anything is touched, each with its mend."""
+"""What a runner takes in: checks of what it is given before anything is touched, each with its mend; and defaults."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import ConfigError, ModelError, OptimizerError
+from staticmoe.runner.iteration import TokenMask
 from staticmoe.runner.participants import StepParticipant, participant_of
 
 # Names, not types: importing the distributed wrappers to look for them costs a second.
@@ -116,8 +118,6 @@ def admit_options(config: RunnerConfig, device: torch.device) -> str:
     Raises:
         ConfigError: an option that this version does not have, or a mode that the device cannot do.
     """
-    if config.compile != "off":
-        raise ConfigError(f"compile: expected 'off' in this version, got {config.compile!r}")
     mode = config.capture
     if mode == "auto":
         mode = "cuda" if device.type == "cuda" else "emulate"
@@ -127,3 +127,31 @@ def admit_options(config: RunnerConfig, device: torch.device) -> str:
             f"capture: {mode!r} expects a model on {expected}, got one on {device}; move it, or use 'auto'"
         )
     return mode
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """`model(**batch).loss`, as Hugging Face models give it."""
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ModelError(
+            f"loss_fn: expected model(**batch).loss, got {type(output).__name__} without a loss; pass loss_fn or labels"
+        )
+    return loss
+
+
+def mask_function(token_mask: str | TokenMask | None) -> TokenMask | None:
+    """A batch key as a function of the batch."""
+    if token_mask is None or callable(token_mask):
+        return token_mask
+    key = token_mask
+
+    def mask(batch: Any) -> Tensor:
+        if not isinstance(batch, Mapping) or batch.get(key) is None:
+            keys = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ConfigError(
+                f"token_mask: expected a key of the batch with a tensor, got {key!r}; the batch has {keys}"
+            )
+        return batch[key]
+
+    return mask

@@ -106,5 +106,5 @@ def test_the_run_folder_has_one_line_for_each_step(way, probe, probe_batch, wrap
     results = [runner.step(probe_batch(way, s)) for s in (1, 2, 3)]
     runner.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rows = [line for line in lines if "loss" in line]
-    assert [(row["step"], row["loss"]) for row in rows] == [(r.step, float(r.loss)) for r in results]
+    rows = [line for line in lines if line["kind"] == "train"]
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(r.step, float(r.loss)) for r in results]

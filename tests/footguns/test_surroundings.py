@@ -208,8 +208,3 @@ def test_the_same_step_has_the_same_gradients(way, wrap, reference):
 @pytest.mark.skip(reason="autotuning needs Triton kernels on a CUDA device; the kernels here have fixed tables anyway")
 def test_autotuning_inside_a_capture():
     """Goes wrong: the autotuner runs inside the capture. Instead: tables, chosen by T * K / E, widths and dtype."""
-
-
-@pytest.mark.skip(reason='compile="blocks" is refused for now; its recompile count is tested when it lands')
-def test_compiled_blocks_compile_no_further():
-    """Goes wrong: a recompile for each rate, grad mode and shape. Instead: compile blocks, not the step."""

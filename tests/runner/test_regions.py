@@ -1,0 +1,217 @@
+"""Dense regions: which they are, that they are compiled and stay within their number of forms, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.errors import CompileError, ConfigError
+from staticmoe.runner import regions
+from staticmoe.runner.regions import Regions, dense_modules
+
+
+class Norm(nn.Module):
+    """Root mean square norm, several kernels uncompiled."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+
+
+class Mixer(nn.Module):
+    """Stands for attention: a number of its own, as `layer_idx`, and a child."""
+
+    def __init__(self, size: int, number: int) -> None:
+        super().__init__()
+        self.number, self.proj = number, nn.Linear(size, size)
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+        return F.silu(self.proj(x)) * (1 + self.number) + shift
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int, number: int) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.moe = Norm(size), Mixer(size, number), StaticMoE(size, 16, 4, 2)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x + self.moe(x + self.mixer(self.norm(x), shift=shift))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Layer(8, number) for number in range(layers))
+        self.dense = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.last = self.layers[0].norm
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, torch.ones_like(x))
+        return self.head(self.last(self.dense(x)))
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten())
+
+
+def batch(number: int, size: int = 3) -> dict[str, Tensor]:
+    return {"tokens": torch.randint(16, (size, 7), generator=torch.Generator().manual_seed(number))}
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated as ever; without a compiler for CPUs, which this is no test of."""
+    monkeypatch.setattr(regions, "BACKEND", "aot_eager")
+
+
+def wrapped(model: nn.Module, device: torch.device | str = "cpu", **options: Any) -> StaticMoERunner:
+    capture = "cuda" if torch.device(device).type == "cuda" else "off"
+    config = RunnerConfig(**{"capture": capture, "compile": "blocks", "max_grad_norm": 1.0, **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return StaticMoERunner(model, optimizer, example_batch=batch(0), loss_fn=loss_fn, config=config)
+
+
+def test_regions_are_what_holds_no_participant() -> None:
+    """The largest such modules, each once under its first name; what is one kernel already is left alone."""
+    assert list(dense_modules(Model())) == [
+        "layers.0.norm", "layers.0.mixer", "layers.1.norm", "layers.1.mixer", "dense",
+    ]  # fmt: skip
+
+
+def test_a_compiled_run_is_the_uncompiled_one(device: torch.device) -> None:
+    """Losses and parameters, in fp64; each region is compiled, and nine layers come no nearer to torch's limit of 8."""
+    results = []
+    for options in ({}, {"compile": "off"}):
+        torch.manual_seed(0)
+        model = Model(layers=9).to(device, torch.float64)
+        with wrapped(model, device, **options) as runner:
+            found = runner._parts._regions
+            losses = [float(runner.step(batch(number)).loss) for number in range(6)]
+            losses.append(float(runner.evaluate(batch(9)).loss))
+            losses += [float(runner.step(batch(number)).loss) for number in range(6, 9)]
+        results.append((losses, [p.detach().clone() for p in model.parameters()]))
+        if not options:
+            assert found is not None and len(found.regions) == 19
+            # Training and evaluation.
+            assert {one.entries for one in found.regions} == {2}
+        assert all("forward" not in vars(module) for module in model.modules())
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-10)
+
+
+def test_rates_and_grad_modes_compile_no_further() -> None:
+    """O18: twenty steps under a schedule, with evaluations in between."""
+    model = Model()
+    with wrapped(model, capture="off") as runner:
+        found = runner._parts._regions
+        assert found is not None
+        counts = []
+        for number in range(20):
+            for group in runner._parts.optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + number)
+            runner.step(batch(number))
+            if number in (5, 11):
+                runner.evaluate(batch(number))
+            counts.append([one.entries for one in found.regions])
+    assert counts[3] == [1] * 5 and counts[-1] == counts[6] == [2] * 5
+
+
+class Reader(nn.Module):
+    """Breaks a graph: no compiler can hold what it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return 2 * x
+
+
+def test_a_region_that_breaks_is_named_or_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """An error with region and way out; by option a warning, and the others are compiled."""
+    model = Model()
+    model.dense.append(Reader())
+    with pytest.raises(
+        CompileError, match=r"region 'dense' \(Sequential\): expected one that compiles whole.*fallback"
+    ):
+        wrapped(model, capture="off")
+    assert all("forward" not in vars(module) for module in model.modules())
+    with caplog.at_level(logging.WARNING), wrapped(model, capture="off", compile_fallback=True) as runner:
+        found = runner._parts._regions
+        assert found is not None
+        assert float(runner.step(batch(1)).loss) > 0
+    assert {one.name: one.entries for one in found.regions}["layers.0.norm"] == 1
+    assert [one.name for one in found.regions if one.compiled is one.eager] == ["dense"]
+    assert "region 'dense'" in caplog.text and "stays uncompiled" in caplog.text
+
+
+def test_a_compiler_that_gives_up_in_silence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proof by the compiler's entries: it ran, and nothing was compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with pytest.raises(CompileError, match="torch ran it uncompiled"):
+        wrapped(Model(), capture="off")
+
+
+def test_a_value_that_changes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Each new value of a Python number is another compiled form."""
+    model = Model(layers=1)
+    found = Regions(model, fallback=False, limit_s=60)
+    for number in range(7):
+        model.layers[0].mixer.number = 100 + number
+        found.around(lambda: model(batch(0)["tokens"]).sum().backward())()
+    with caplog.at_level(logging.WARNING):
+        found.prove()
+    assert "region layers.0.mixer has 7 compiled forms" in caplog.text and "norm has" not in caplog.text
+
+
+def test_compiling_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """What is over takes the first region; the rest stays as it is, and that is said."""
+    with caplog.at_level(logging.WARNING), wrapped(Model(), capture="off", compile_limit_s=1e-6) as runner:
+        found = runner._parts._regions
+        assert found is not None
+        assert [one.compiled is one.eager for one in found.regions] == [False, True, True, True, True]
+        assert caplog.text.count("stays uncompiled: compiling has taken") == 4
+    with pytest.raises(ConfigError, match="compile_limit_s.*above 0.*0"):
+        RunnerConfig(compile_limit_s=0)
+
+
+def test_the_emulated_capture_says_that_it_does_not_compile(caplog: pytest.LogCaptureFixture) -> None:
+    """Its tape holds operations, and a compiled region is none."""
+    with caplog.at_level(logging.WARNING), wrapped(Model(), capture="emulate") as runner:
+        assert runner._parts._regions is None and float(runner.step(batch(1)).loss) > 0
+    assert "an emulated capture runs the model uncompiled" in caplog.text
+
+
+def test_two_threads_compile_one_after_the_other() -> None:
+    """Both get what they get alone."""
+    losses: dict[int, list[float]] = {}
+
+    def train(seed: int) -> None:
+        model = models[seed]
+        with wrapped(model, capture="off") as runner:
+            losses[seed] = [float(runner.step(batch(number)).loss) for number in range(3)]
+
+    def build(seed: int) -> Model:
+        torch.manual_seed(seed)
+        return Model()
+
+    models = {seed: build(seed) for seed in (1, 2)}
+    for seed in models:
+        train(seed)
+    alone = dict(losses)
+    models = {seed: build(seed) for seed in (1, 2)}
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert losses == alone
