@@ -57,6 +57,8 @@ FIRST_AIMS = {"start": 0.7, "write": 0.2, "steps": 0.1}
 LATEST, LATEST_WRITING = 0.4, 0.004
 PHASES = ("before the first checkpoint", "while resuming", "while writing", "between")
 DEADLINE = 300.0
+# Keys of a record that are another number in each run.
+MEASURED = ("time/", "throughput/", "gpu/", "memory/")
 # The checkout's package, wherever the script is called from.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(staticmoe.__file__).resolve().parents[1])}
 
@@ -198,9 +200,14 @@ def left_behind(folder: Path) -> dict[str, int]:
 
 
 def train_records(folder: Path) -> list[dict[str, Any]]:
-    """Records of training steps, in the order of the file."""
+    """Records of training steps, in the order of the file, without what a clock or the machine has put there."""
     path = folder / "metrics.jsonl"
-    return [record for record in read_records(path) if record.get("kind") == "train"] if path.exists() else []
+    records = read_records(path) if path.exists() else []
+    return [
+        {key: value for key, value in record.items() if key != "time" and not key.startswith(MEASURED)}
+        for record in records
+        if record.get("kind") == "train"
+    ]
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:

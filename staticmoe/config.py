@@ -88,7 +88,10 @@ class RunnerConfig:
         max_consecutive_skips: more vetoed steps in a row than this are an error.
         max_rerun_fraction: more reruns than this share of steps are an error.
         autocast: dtype for `torch.autocast` around the loss, or None.
-        compile: "off", or "blocks" to compile dense regions.
+        compile: "off", or "blocks": the largest parts of the model in which nothing takes part in the step (attention,
+            norms, dense blocks) are compiled by torch.compile, each whole. Not under "emulate", which says so.
+        compile_fallback: a part that does not compile whole stays as it is, with a warning; else it is an error.
+        compile_limit_s: seconds of compiling after which the parts that are left stay as they are, with a warning.
         capture_warmup_iters: uncaptured iterations, vetoed, before the capture.
         max_in_flight: steps that may be launched and not yet known to have committed.
         self_check: replay once, vetoed, and compare with the uncaptured iteration before the first step.
@@ -96,7 +99,11 @@ class RunnerConfig:
         audit: "error" refuses what would not capture, "warn" logs it and captures all the same, "off" does not look.
         memory_limit_bytes: a forecast above this is refused before anything is captured; None: on a GPU what is free
             there and what torch already holds for this process, on a CPU no limit.
-        run_dir: folder for meta.json and metrics.jsonl; None writes nothing.
+        run_dir: folder for the files of the run: meta.json, metrics.jsonl and layers/; None writes nothing.
+        layers_every: committed steps that a line of layers/layers.jsonl sums up; memory and GPU are sampled as often.
+        experts_every: write the counts of every expert to layers/experts.jsonl at each N-th committed step; 0 never.
+        rotate_bytes: a file of the run that grows over this many bytes becomes a part, name.1.jsonl, and a new one
+            begins.
     """
 
     capture: str = "auto"
@@ -116,6 +123,8 @@ class RunnerConfig:
     max_rerun_fraction: float = 0.2
     autocast: torch.dtype | None = None
     compile: str = "off"
+    compile_fallback: bool = False
+    compile_limit_s: float = 600.0
     capture_warmup_iters: int = 3
     max_in_flight: int = 2
     self_check: bool = True
@@ -123,6 +132,9 @@ class RunnerConfig:
     audit: str = "error"
     memory_limit_bytes: int | None = None
     run_dir: str | Path | None = None
+    layers_every: int = 50
+    experts_every: int = 0
+    rotate_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
         _choice("capture", self.capture, CAPTURE_MODES)
@@ -138,6 +150,11 @@ class RunnerConfig:
         _at_least("capture_warmup_iters", self.capture_warmup_iters, 1)
         _at_least("max_in_flight", self.max_in_flight, 1)
         _at_least("recheck_every", self.recheck_every, 0)
+        if not self.compile_limit_s > 0:
+            raise ConfigError(f"compile_limit_s: expected a number of seconds above 0; got {self.compile_limit_s!r}")
+        _at_least("layers_every", self.layers_every, 1)
+        _at_least("experts_every", self.experts_every, 0)
+        _at_least("rotate_bytes", self.rotate_bytes, 1)
         if self.memory_limit_bytes is not None:
             _at_least("memory_limit_bytes", self.memory_limit_bytes, 1)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

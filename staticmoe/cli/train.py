@@ -87,11 +87,15 @@ def train(
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = _DEFAULTS.dropout,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for autocast.")] = _DEFAULTS.dtype,
     capture: Annotated[str, typer.Option(help="auto, cuda, emulate or off.")] = _DEFAULTS.capture,
+    compile: Annotated[str, typer.Option(help="off, or blocks: dense parts by torch.compile.")] = _DEFAULTS.compile,
     capacity_factor: Annotated[
         float | None, typer.Option(help="Rows against the balanced load; default: dropless.", show_default=False)
     ] = None,
     capacity_scope: Annotated[str, typer.Option(help="rank or expert.")] = _DEFAULTS.capacity_scope,
     overflow: Annotated[str, typer.Option(help="rerun, drop, skip or raise.")] = _DEFAULTS.overflow,
+    experts_every: Annotated[
+        int, typer.Option(help="Steps between records of every expert's load, for `staticmoe tune`; 0: none.")
+    ] = _DEFAULTS.experts_every,
     eval_windows: Annotated[int, typer.Option(help="Held-out windows to measure on.")] = _DEFAULTS.eval_windows,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements; 0: at the end.")] = _DEFAULTS.eval_every,
     checkpoint_every: Annotated[
@@ -258,9 +262,12 @@ def _run_directory(run_dir: Path | None, resume: Path | None) -> Path:
         run_dir = Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     taken = [name for name in (CHECKPOINT_NAME, "metrics.jsonl") if (run_dir / name).exists()]
     if taken:
+        way_out = f"Continue that run with `{resume_command(run_dir)}`"
+        if CHECKPOINT_NAME not in taken:
+            way_out = "That run ended before its first checkpoint: remove the directory"
         raise ConfigError(
-            f"--run-dir {run_dir}: expected a directory without a run; it holds {', '.join(taken)}. Continue that run "
-            f"with `{resume_command(run_dir)}`, or choose another directory"
+            f"--run-dir {run_dir}: expected a directory without a run; it holds {', '.join(taken)}. {way_out}, or "
+            "choose another directory"
         )
     return run_dir
 

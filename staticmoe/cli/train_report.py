@@ -254,7 +254,10 @@ def next_steps(run: DemoRun) -> list[str]:
     options = run.options
     if run.step < options.steps:
         return [f"{resume_command(run.run_dir)}   # the remaining {options.steps - run.step} steps"]
-    tries = [f"staticmoe train --depth {options.depth + 1} --steps {2 * options.steps}   # a larger model, longer"]
+    tries = [f"staticmoe monitor {shlex.quote(str(run.run_dir))}   # loss, drop rates and loads of this run"]
+    if options.experts_every:
+        tries.append(f"staticmoe tune {shlex.quote(str(run.run_dir))}   # the capacity factor for these loads")
+    tries += [f"staticmoe train --depth {options.depth + 1} --steps {2 * options.steps}   # a larger model, longer"]
     if options.capacity_factor is None:
         tries.append("staticmoe train --capacity-factor 1.25 --capacity-scope expert --overflow drop   # see drops")
     else:

@@ -29,6 +29,7 @@ BINDING_OPTIONS: Mapping[str, str] = {
     "steps": "the learning rate's schedule ends there",
     "lr": "the schedule scales it",
     "dtype": "it decides the arithmetic",
+    "compile": "it decides the arithmetic",
     "dropout": "it decides the arithmetic",
 }
 

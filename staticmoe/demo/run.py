@@ -52,7 +52,7 @@ class TrainOptions:
         synthetic: a made-up stream instead of text.
         dropout: probability.
         dtype: "float32", or "bfloat16" for autocast.
-        capture, capacity_factor, capacity_scope, overflow: as in `RunnerConfig`.
+        capture, compile, capacity_factor, capacity_scope, overflow, experts_every: as in `RunnerConfig`.
         eval_windows: held-out windows of S tokens that bits per byte are measured on.
         eval_every, checkpoint_every: steps between two; 0: only at the end.
         threads: of torch on the CPU; None leaves the choice to the command line.
@@ -70,9 +70,11 @@ class TrainOptions:
     dropout: float = 0.0
     dtype: str = "float32"
     capture: str = "auto"
+    compile: str = "off"
     capacity_factor: float | None = None
     capacity_scope: str = "rank"
     overflow: str = "rerun"
+    experts_every: int = 0
     eval_windows: int = 512
     eval_every: int = 200
     checkpoint_every: int = 200
@@ -80,7 +82,14 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         lows = {"steps": 1, "depth": 1, "batch_size": 1, "seq_len": 1, "accumulate": 1, "eval_windows": 1}
-        for name, low in {**lows, "eval_every": 0, "checkpoint_every": 0, "threads": 1, "seed": 0}.items():
+        for name, low in {
+            **lows,
+            "eval_every": 0,
+            "checkpoint_every": 0,
+            "experts_every": 0,
+            "threads": 1,
+            "seed": 0,
+        }.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected at least {low}; got {value}")
@@ -95,9 +104,11 @@ class TrainOptions:
         """Return the runner's options."""
         return RunnerConfig(
             capture=self.capture,
+            compile=self.compile,
             capacity_factor=self.capacity_factor,
             capacity_scope=self.capacity_scope,
             overflow=self.overflow,
+            experts_every=self.experts_every,
             gradient_accumulation_steps=self.accumulate,
             max_grad_norm=MAX_GRAD_NORM,
             autocast=DTYPES[self.dtype],

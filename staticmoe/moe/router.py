@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from staticmoe import functional
 from staticmoe.moe.step import balance
+from staticmoe.phases import DevicePhase, device_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Router(nn.Module):
             ConfigError: shapes that do not fit.
         Graph-safe: yes.
         """
-        with torch.autocast(device_type=x.device.type, enabled=False):
+        with torch.autocast(device_type=x.device.type, enabled=False), device_range(DevicePhase.ROUTER):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
             ids, weights = functional.route(

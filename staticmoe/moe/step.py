@@ -88,11 +88,23 @@ def renormalized(topk_ids: Tensor, topk_weights: Tensor, plan: RoutingPlan) -> T
 def _count(binding: StepBinding, plan: RoutingPlan, shape: StaticShape) -> None:
     if not binding.in_recompute():
         binding.entered += 1
-        binding.facts = {"capacity_rows": shape.capacity_rows, "can_overflow": int(shape.can_overflow)}
+        binding.facts = _facts(shape)
     binding.add("routed", plan.routed_per_expert.long())
     binding.add("kept", plan.tokens_per_expert.long())
     if shape.can_overflow:
         binding.flag(_CAPACITY_OVERFLOW, (plan.tokens_per_expert < plan.routed_per_expert).any())
+
+
+def _facts(shape: StaticShape) -> dict[str, int]:
+    """What a layer tells about its buffers and its work: rows, E, K, T, and the elements of all experts' matrices."""
+    return {
+        "capacity_rows": shape.capacity_rows,
+        "can_overflow": int(shape.can_overflow),
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "tokens": shape.tokens,
+        "expert_weights": shape.num_experts * shape.hidden * (shape.pre_width + shape.intermediate),
+    }
 
 
 def main_grads(binding: StepBinding | None, gate_up: nn.Parameter, down: nn.Parameter) -> functional.MainGrads | None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from staticmoe.capture import Stream
 from staticmoe.errors import ClosedError, ReplayError
+from staticmoe.observe.derive import Arrival
 from staticmoe.observe.publisher import Publisher
-from staticmoe.observe.record import Record
+from staticmoe.observe.record import Reason, Record
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.guard import DeviceGuard, HostGuard
@@ -78,6 +79,8 @@ class Flight:
         self._pending.append(_Pending(self._enqueue(program, slot), slot, ladder, program, result))
 
     def _enqueue(self, program: Program, slot: int, attempt: int = 0) -> int:
+        self._publisher.counts.replays += 1
+
         def work() -> None:
             program.run(slot, attempt)
             self._seen_versions = self._versions()
@@ -124,12 +127,22 @@ class Flight:
         pending = self._pending[0]
         self._wait(pending.ticket)
         record, program = pending.program.records.read(pending.slot), pending.program
-        training = not isinstance(pending.result, EvalResult)
+        training, causes = not isinstance(pending.result, EvalResult), Reason(0)
         if training and self._host_guard.wants_rerun(record):
-            record, program = self._rerun(pending, record)
+            record, program, causes = self._rerun(pending, record)
         self._pending.popleft()
         pending.result.settle(record, program.facts)
-        self._publisher.publish(pending.result, record, training=training)
+        arrival = Arrival(
+            step=pending.result.step,
+            record=record,
+            facts=program.facts,
+            training=training,
+            micro_batches=program.inputs.micro_batches,
+            capacity_factor=program.capacity_factor,
+            lag=len(self._pending),
+            causes=causes,
+        )
+        self._publisher.publish(arrival)
         if not training or record.void:
             return
         pending.ladder.note(record)
@@ -143,14 +156,15 @@ class Flight:
             self._device_guard.halted.zero_()
         raise refusal
 
-    def _rerun(self, pending: _Pending, record: Record) -> tuple[Record, Program]:
+    def _rerun(self, pending: _Pending, record: Record) -> tuple[Record, Program, Reason]:
         """Run the oldest step again where it fits, then those after it, which were void; none of them is lost.
 
         Each runs from its own slot: same inputs, hyper-parameters and random numbers. The oldest climbs until its rows
-        fit, which on the highest variant they do. Returns its last record, and the variant that it ran on.
+        fit, which on the highest variant they do. Returns its last record, the variant that it ran on, and the reasons
+        of the attempts before.
         """
         self._wait(self._pending[-1].ticket)
-        program, attempt = pending.program, 0
+        program, attempt, causes = pending.program, 0, Reason(0)
         while self._host_guard.wants_rerun(record):
             try:
                 wider = pending.ladder.above(program, record)
@@ -160,13 +174,13 @@ class Flight:
             if wider is None:
                 break
             self._device_guard.halted.zero_()
-            program, attempt = wider, attempt + 1
+            program, attempt, causes = wider, attempt + 1, causes | record.reasons
             self._wait(self._enqueue(program, pending.slot, attempt))
             record = program.records.read(pending.slot)
         later = list(self._pending)[1:]
         again = [dataclasses.replace(one, ticket=self._enqueue(one.program, one.slot)) for one in later]
         self._pending = collections.deque([pending, *again])
-        return record, program
+        return record, program, causes
 
     def _wait(self, ticket: int) -> None:
         """Wait for `ticket`; a replay that failed ends everything that is in flight."""

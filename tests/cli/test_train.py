@@ -19,7 +19,7 @@ from staticmoe.cli.app import app
 from staticmoe.cli.train_report import Stopwatch, Tally, TrainReport
 from staticmoe.demo.checkpoint import load_checkpoint
 from staticmoe.demo.run import DemoRun
-from staticmoe.observe.sinks.jsonl import read_records
+from staticmoe.observe.sinks.jsonl import read_records, read_rotated
 
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 40
 
@@ -38,7 +38,7 @@ def train(*arguments: object) -> Result:
 
 def losses(run_dir: Path) -> dict[int, float]:
     records = [record for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == "train"]
-    return {record["step"]: record["loss"] for record in records}
+    return {record["step"]: record["train/loss"] for record in records}
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +53,8 @@ def test_a_run_learns_and_says_so(tmp_path: Path, data: Path) -> None:
     for label in ("backend", "steps", "tokens/s", "held out", "dropped", "load", "checkpoint", "records"):
         assert re.search(rf"^  {label} +\S", result.output, flags=re.MULTILINE), label
     assert "backend     emulate" in result.output and "30 of 30" in result.output
-    assert "blocks.0.moe" in result.output and "next\n  staticmoe train --depth 2 --steps 60" in result.output
+    assert "blocks.0.moe" in result.output and f"next\n  staticmoe monitor {run_dir}" in result.output
+    assert "\n  staticmoe train --depth 2 --steps 60" in result.output
     measured = [float(value) for value in re.findall(r"held out: (\S+) bits/byte", result.output)]
     recorded = [record["bits_per_byte"] for record in read_records(run_dir / "heldout.jsonl")[1:]]
     assert measured == pytest.approx(recorded, abs=6e-4) and len(measured) == 2
@@ -140,7 +141,10 @@ def test_a_new_run_does_not_write_into_an_old_one(tmp_path: Path, data: Path) ->
     (tmp_path / "metrics.jsonl").write_text("")
     result = train("--data", data, "--run-dir", tmp_path)
     assert result.exit_code == 1
-    assert f"it holds metrics.jsonl. Continue that run with `staticmoe train --resume {tmp_path}`" in result.stderr
+    assert "it holds metrics.jsonl. That run ended before its first checkpoint: remove the directory" in result.stderr
+    (tmp_path / "checkpoint.pt").write_text("")
+    result = train("--data", data, "--run-dir", tmp_path)
+    assert f"Continue that run with `staticmoe train --resume {tmp_path}`" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -182,8 +186,14 @@ def test_drops_are_reported(tmp_path: Path, data: Path) -> None:
     # 64 tokens, top 2 of 4 experts: 128 assignments a micro-batch, 16 rows an expert at half the balanced load.
     (rate,) = re.findall(r"dropped +(\S+)% of 768 assignments", result.output)
     records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
-    dropped = sum(sum(record["moe"]["blocks.0.moe"]["dropped"]) for record in records)
-    assert float(rate) == pytest.approx(100 * dropped / 768, abs=6e-4) and 50.0 <= float(rate) <= 100.0
+    assert [record["step"] for record in records] == [1, 2, 3]
+    # 256 assignments in every step: the mean of the steps' rates is the rate.
+    mean = sum(record["moe/drop_rate"] for record in records) / 3
+    assert float(rate) == pytest.approx(100 * mean, abs=6e-4) and 50.0 <= float(rate) <= 100.0
+    (window,) = read_rotated(tmp_path / "run" / "layers" / "layers.jsonl")
+    layer = window["layers"]["blocks.0.moe"]
+    assert (window["first_step"], window["step"], window["steps"]) == (1, 3, 3)
+    assert layer["routed"] == sum(layer["load"]) == 768 and layer["drop_rate"] == pytest.approx(mean)
 
 
 class Load:

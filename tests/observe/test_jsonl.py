@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticmoe.observe.sinks import JsonlError, JsonlSink
-from staticmoe.observe.sinks.jsonl import encode_record, read_records
+from staticmoe.observe.sinks.jsonl import encode_record, read_records, read_rotated
 
 
 def refuse_constant(name: str) -> None:
@@ -31,7 +31,7 @@ def test_the_first_record_names_the_schema_and_each_record_is_a_line(tmp_path: P
         sink({"step": 1, "text": "line\nbreak"})
     assert path.read_text().count("\n") == 3
     assert read_records(path) == [
-        {"kind": "meta", "schema": 1, "run": "a"},
+        {"kind": "meta", "schema": 2, "run": "a"},
         {"step": 0, "loss": 2.5},
         {"step": 1, "text": "line\nbreak"},
     ]
@@ -59,21 +59,21 @@ def test_a_torn_last_line_is_cut_off_and_the_file_goes_on(tmp_path: Path, torn: 
     assert read_records(path)[1:] == [{"step": 0}]
     with JsonlSink(path, meta={"run": "b"}) as sink:
         sink({"step": 1})
-    assert read_records(path) == [{"kind": "meta", "schema": 1, "run": "a"}, {"step": 0}, {"step": 1}]
+    assert read_records(path) == [{"kind": "meta", "schema": 2, "run": "a"}, {"step": 0}, {"step": 1}]
 
 
 def test_a_torn_first_line_starts_the_file_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "me')
     JsonlSink(path).close()
-    assert read_records(path) == [{"kind": "meta", "schema": 1}]
+    assert read_records(path) == [{"kind": "meta", "schema": 2}]
 
 
-@pytest.mark.parametrize("first", [b"hello\n", b'{"kind": "meta", "schema": 2}\n', b'{"step": 0}\n', b"[1]\n"])
+@pytest.mark.parametrize("first", [b"hello\n", b'{"kind": "meta", "schema": 1}\n', b'{"step": 0}\n', b"[1]\n"])
 def test_another_file_is_refused_and_left_alone(tmp_path: Path, first: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(first)
-    with pytest.raises(JsonlError, match="schema 1; got"):
+    with pytest.raises(JsonlError, match="schema 2; got"):
         JsonlSink(path)
     assert path.read_bytes() == first
 
@@ -155,7 +155,7 @@ def test_a_failed_write_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.
     assert len(calls) == 2
     sink({"step": 1})
     sink.close()
-    assert read_records(path) == [{"kind": "meta", "schema": 1}, {"step": 1}]
+    assert read_records(path) == [{"kind": "meta", "schema": 2}, {"step": 1}]
 
 
 def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +167,90 @@ def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     sink.close()
     assert read_records(path)[1] == {"step": 0, "text": "é" * 20}
+
+
+def test_a_file_over_its_limit_becomes_a_part_and_none_is_lost(tmp_path: Path) -> None:
+    """Thirty records in parts of at most 120 bytes; parts above nine are in the order of their numbers."""
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path, meta={"n": 1}, max_bytes=120) as sink:
+        for step in range(30):
+            sink({"kind": "train", "step": step})
+    parts = sorted(tmp_path.glob("metrics.*.jsonl"))
+    assert len(parts) > 10 and max(file.stat().st_size for file in [*parts, path]) <= 120
+    assert {name.name for name in parts} == {f"metrics.{n + 1}.jsonl" for n in range(len(parts))}
+    for file in [*parts, path]:
+        assert read_records(file)[0] == {"kind": "meta", "schema": 2, "n": 1} and len(read_records(file)) > 1
+    assert [record["step"] for record in read_rotated(path)] == list(range(30))
+    assert [record["step"] for record in read_records(tmp_path / "metrics.1.jsonl")[1:]] == [0, 1]
+
+
+def test_a_file_that_is_continued_is_continued_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for first in (0, 5, 10):
+        with JsonlSink(path, max_bytes=100) as sink:
+            for step in range(first, first + 5):
+                sink({"step": step})
+    assert [record["step"] for record in read_rotated(path)] == list(range(15))
+
+
+def test_a_record_larger_than_the_limit_has_a_file_for_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path, max_bytes=10) as sink:
+        for step in range(3):
+            sink({"step": step, "text": "x" * 50})
+    assert [record["step"] for record in read_rotated(path)] == [0, 1, 2]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_other_files_of_the_folder_are_no_parts(tmp_path: Path) -> None:
+    path = tmp_path / "layers.jsonl"
+    for name in ("xlayers.1.jsonl", "layers.x.jsonl", "layers.1.json", "layersx1.jsonl", "layers.1.2.jsonl"):
+        (tmp_path / name).write_text("no JSON\n")
+    with JsonlSink(path, max_bytes=60) as sink:
+        sink({"step": 0})
+        sink({"step": 1})
+        sink({"step": 2})
+    assert [record["step"] for record in read_rotated(path)] == [0, 1, 2]
+
+
+def test_reading_in_the_middle_of_a_rotation_or_of_a_line_gives_what_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path, max_bytes=60) as sink:
+        for step in range(3):
+            sink({"step": step})
+    last = path.read_bytes()
+    path.unlink()
+    whole = [record["step"] for record in read_rotated(path)]
+    assert whole == list(range(len(whole))) and len(whole) < 3
+    for torn in (b"", last[:10], last[:-1]):
+        path.write_bytes(torn)
+        assert [record["step"] for record in read_rotated(path)] == whole
+
+
+def test_what_is_no_run_is_refused_by_the_reader(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        list(read_rotated(tmp_path / "metrics.jsonl"))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "meta", "schema": 1}\n{"step": 0}\n')
+    with pytest.raises(JsonlError, match="schema 2; got"):
+        list(read_rotated(tmp_path / "metrics.jsonl"))
+
+
+def test_after_a_rotation_that_failed_half_way_the_next_file_still_names_the_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, max_bytes=60)
+    sink({"step": 0})
+    sink({"step": 1})
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="disk full"):
+        sink({"step": 2})
+    monkeypatch.undo()
+    sink({"step": 3})
+    sink.close()
+    assert read_records(path)[0] == {"kind": "meta", "schema": 2}
+    assert [record["step"] for record in read_rotated(path)] == [0, 1, 3]

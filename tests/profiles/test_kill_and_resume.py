@@ -61,7 +61,7 @@ def test_three_kills_leave_no_trace(
     killed["rng"]["cpu"][100] ^= 1
     assert module.differences(killed, straight) == [".rng.cpu"]
     lines = (tmp_path / "runs" / "run 1" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    other = {**json.loads(lines[5]), "loss": 0.5}
+    other = {**json.loads(lines[5]), "train/loss": 0.5}
     lines.insert(6, json.dumps(other) + "\n")
     (tmp_path / "runs" / "run 1" / "metrics.jsonl").write_text("".join(lines))
     again = module.compared(tmp_path / "runs" / "run 1", tmp_path / "runs" / "straight")

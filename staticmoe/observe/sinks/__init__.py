@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from staticmoe.observe.sinks.jsonl import JsonlError, JsonlSink
+from staticmoe.observe.sinks.prometheus import PrometheusSink
+from staticmoe.observe.sinks.tensorboard import TensorBoardSink
 
-__all__ = ["JsonlError", "JsonlSink"]
+__all__ = ["JsonlError", "JsonlSink", "PrometheusSink", "TensorBoardSink"]

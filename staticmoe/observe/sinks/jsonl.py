@@ -2,12 +2,15 @@
 
 A file looks like this:
 
-    {"kind": "meta", "schema": 1, ...}
-    {"step": 0, "loss": 5.54, ...}
-    {"step": 1, "loss": null, ..., "nonfinite": {"loss": "nan"}}
+    {"kind": "meta", "schema": 2, ...}
+    {"kind": "train", "step": 1, "train/loss": 5.54, ...}
+    {"kind": "train", "step": 2, "train/loss": null, ..., "nonfinite": {"train/loss": "nan"}}
 
 JSON has no NaN and no infinity. Such a value becomes null, so that every column stays numeric, and the
 object gains the key "nonfinite": dotted path of the value -> "nan", "inf" or "-inf".
+
+A file that has grown over a limit becomes a part, name.1.jsonl, then name.2.jsonl, ascending in time, and a new file
+begins. `read_rotated` reads all of them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from staticmoe.errors import StaticMoEError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NONFINITE_KEY = "nonfinite"
 _TAIL_BLOCK = 1 << 16
 
@@ -42,26 +46,36 @@ class JsonlSink:
 
     Args:
         path: the file; its directory is created.
-        meta: entries of the first record of a new file, beside "kind" and "schema".
+        meta: entries of the first record of a new file and of each part, beside "kind" and "schema".
+        max_bytes: a line that would take the file over this goes into a new file, and the file becomes a part; a file
+            has one record at least. None: one file.
 
     Raises:
         JsonlError: the file exists and does not begin with a record of this schema.
     """
 
-    def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None, *, max_bytes: int | None = None
+    ) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND and no buffer of our own: a line is one write, and what is written is never rewritten.
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._first = _encoded({"kind": "meta", "schema": SCHEMA_VERSION, **(meta or {})})
+        self._max_bytes = max_bytes
+        self._fd: int | None = self._open()
         try:
             _drop_torn_line(self._fd)
-            if os.fstat(self._fd).st_size == 0:
-                self({"kind": "meta", "schema": SCHEMA_VERSION, **(meta or {})})
+            if os.fstat(self._fd).st_size:
+                with self.path.open("rb") as stream:
+                    _check_schema(stream.readline(), self.path)
             else:
-                self._check_schema()
+                self._write(self._first)
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> int:
+        # O_APPEND and no buffer of our own: a line is one write, and what is written is never rewritten.
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Append `record`. Values should be host values already: what has `tolist` is read with it, at once.
@@ -72,7 +86,17 @@ class JsonlSink:
         """
         if self._fd is None:
             raise JsonlError(f"{self.path}: expected an open sink; this one was closed. Open a new one to go on")
-        line = encode_record(record).encode() + b"\n"
+        line = _encoded(record)
+        size = os.fstat(self._fd).st_size
+        if self._max_bytes is not None and size + len(line) > self._max_bytes and size > len(self._first):
+            self._rotate()
+            size = 0
+        if size == 0:
+            self._write(self._first)
+        self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        assert self._fd is not None, "only an open sink writes"
         before = os.fstat(self._fd).st_size
         try:
             written = 0
@@ -82,6 +106,13 @@ class JsonlSink:
             # Half a line in the middle of a file would make the next one unreadable as well.
             os.ftruncate(self._fd, before)
             raise
+
+    def _rotate(self) -> None:
+        """Make the file the latest part, and begin a new one."""
+        number = 1 + max((found for found, _ in _parts(self.path)), default=0)
+        self.close()
+        os.rename(self.path, self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}"))
+        self._fd = self._open()
 
     def close(self) -> None:
         """Force the file to the disk and close it; a second call does nothing."""
@@ -101,20 +132,23 @@ class JsonlSink:
     ) -> None:
         self.close()
 
-    def _check_schema(self) -> None:
-        """Refuse to append to a file whose first line is not a meta record of this schema."""
-        with self.path.open("rb") as stream:
-            first = stream.readline()
-        try:
-            record = json.loads(first)
-            schema = record["schema"] if record["kind"] == "meta" else None
-        except (ValueError, KeyError, TypeError):
-            schema = None
-        if schema != SCHEMA_VERSION:
-            raise JsonlError(
-                f"{self.path}: expected a first line with kind 'meta' and schema {SCHEMA_VERSION}; got "
-                f"{first[:80].decode(errors='replace').rstrip()!r}. Move the file away, or choose another directory"
-            )
+
+def _check_schema(first: bytes, path: Path) -> None:
+    """Refuse a file whose first line is not a meta record of this schema."""
+    try:
+        record = json.loads(first)
+        schema = record["schema"] if record["kind"] == "meta" else None
+    except (ValueError, KeyError, TypeError):
+        schema = None
+    if schema != SCHEMA_VERSION:
+        raise JsonlError(
+            f"{path}: expected a first line with kind 'meta' and schema {SCHEMA_VERSION}; got "
+            f"{first[:80].decode(errors='replace').rstrip()!r}. Move the file away, or choose another directory"
+        )
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    return encode_record(record).encode() + b"\n"
 
 
 def encode_record(record: Mapping[str, Any]) -> str:
@@ -131,6 +165,35 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a file, the meta record first; a line still being written is left out."""
     lines = Path(path).read_bytes().split(b"\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def read_rotated(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file and of its parts, oldest first, meta records left out; a torn last line too.
+
+    Raises:
+        FileNotFoundError: there is neither the file nor a part of it.
+        JsonlError: one of them does not begin with a record of this schema.
+    """
+    current = Path(path)
+    files = [part for _, part in _parts(current)]
+    # Between a rotation and the first line of what follows there is no such file, or an empty one.
+    if current.exists() or not files:
+        files.append(current)
+    for file in files:
+        with file.open("rb") as stream:
+            first = stream.readline()
+            if first.endswith(b"\n"):
+                _check_schema(first, file)
+            for line in stream:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+
+
+def _parts(path: Path) -> list[tuple[int, Path]]:
+    """Number and path of the parts of a file, ascending."""
+    pattern = re.compile(rf"{re.escape(path.stem)}\.([0-9]+){re.escape(path.suffix)}")
+    found = ((pattern.fullmatch(other.name), other) for other in path.parent.glob(f"*{path.suffix}"))
+    return sorted((int(match[1]), other) for match, other in found if match is not None)
 
 
 def _plain(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
