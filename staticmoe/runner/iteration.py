@@ -21,11 +21,13 @@ from staticmoe.config import RunnerConfig
 from staticmoe.errors import ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
 from staticmoe.optim.adapter import OptimizerAdapter
+from staticmoe.phases import DevicePhase, device_range
 from staticmoe.runner.commit import Shadow
 from staticmoe.runner.gradients import GradientSum
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
 from staticmoe.runner.inputs import InputRing
 from staticmoe.runner.participants import StepBinding, StepParticipant
+from staticmoe.runner.regions import Regions
 
 LossFn = Callable[[nn.Module, Any], Any]
 TokenMask = Callable[[Any], Tensor]
@@ -44,6 +46,7 @@ class Wrapped:
         config: options.
         device: of everything.
         scratch: name -> field -> int64 tensor that takes the fields while no record exists yet.
+        regions: parts of the model that are compiled, or None.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class Wrapped:
     config: RunnerConfig
     device: torch.device
     scratch: Mapping[str, Mapping[str, Tensor]]
+    regions: Regions | None = None
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
@@ -173,20 +177,26 @@ class TrainIteration:
         # Those of the run before would lie beside those of this one.
         self.gradients = []
         with self._wrapped.running(records, training=True):
-            records.row.zero_()
-            self._guard.begin()
-            self._shadow.save()
+            with device_range(DevicePhase.RECORD):
+                records.row.zero_()
+                self._guard.begin()
+                self._shadow.save()
             loss, scalars, gradients = self._forward_backward()
         with torch.no_grad():
-            norm = torch.nn.utils.get_total_norm(gradients)
-            self._guard.decide(loss, norm)
-            self.gradients = self._clipped(gradients, norm)
-            self._commit(self.gradients)
-            launch, attempt, slot = self._inputs.control
-            guard = self._guard
-            counters = [launch, attempt, guard.void, guard.reasons, guard.veto.to(torch.int64), guard.committed]
-            values = [loss, norm, *scalars.values(), self._inputs.hyper_parameters[0, 0]]
-            records.write(counters, values, slot.reshape(1))
+            with device_range(DevicePhase.CLIP):
+                norm = torch.nn.utils.get_total_norm(gradients)
+                self._guard.decide(loss, norm)
+                self.gradients = self._clipped(gradients, norm)
+            with device_range(DevicePhase.OPTIMIZER):
+                self._commit(self.gradients)
+            with device_range(DevicePhase.RECORD):
+                self._write(records, [loss, norm, *scalars.values()])
+
+    def _write(self, records: RecordRing, values: list[Tensor]) -> None:
+        launch, attempt, slot = self._inputs.control
+        guard = self._guard
+        counters = [launch, attempt, guard.void, guard.reasons, guard.veto.to(torch.int64), guard.committed]
+        records.write(counters, [*values, self._inputs.hyper_parameters[0, 0]], slot.reshape(1))
 
     def _clipped(self, gradients: list[Tensor], norm: Tensor) -> list[Tensor]:
         """The gradients, scaled where their norm is above the limit: in place, or copies where they share memory."""
@@ -221,10 +231,11 @@ class TrainIteration:
         self._sum.begin()
         for batch, weight in zip(batches, weights, strict=True):
             self._sum.enter()
-            loss, auxiliary, metrics = self._micro_batch(batch)
+            with device_range(DevicePhase.FORWARD):
+                loss, auxiliary, metrics = self._micro_batch(batch)
             share = weight if self._wrapped.config.loss_reduction == "tokens" else 1 / len(batches)
             # A step may run, again or on a new variant, where its result is read: under the reader's no_grad.
-            with torch.enable_grad():
+            with torch.enable_grad(), device_range(DevicePhase.BACKWARD):
                 self._sum.add(loss * weight + auxiliary * share)
             weighted = loss.detach() * weight
             total = weighted if total is None else total + weighted
@@ -295,7 +306,8 @@ class EvalIteration:
         assert records is not None, "equip comes before the first run"
         with self._wrapped.running(records, training=False):
             records.row.zero_()
-            loss, metrics = self._forward()
+            with device_range(DevicePhase.FORWARD):
+                loss, metrics = self._forward()
         launch, attempt, slot = self._inputs.control
         zero = torch.zeros_like(launch)
         counters = [launch, attempt, zero, zero, zero, self._guard.committed]
