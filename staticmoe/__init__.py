@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import (
+    AuditError,
     BatchError,
     CapacityError,
     CaptureError,
     ClosedError,
+    CompileError,
     ConfigError,
     MemoryLimitError,
     ModelError,
@@ -27,10 +29,12 @@ from staticmoe.runner.runner import StaticMoERunner
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditError",
     "BatchError",
     "CapacityError",
     "CaptureError",
     "ClosedError",
+    "CompileError",
     "ConfigError",
     "DeviceScalars",
     "EvalResult",

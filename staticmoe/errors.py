@@ -5,6 +5,9 @@ All of them derive from `StaticMoEError`; those caused by an argument are `Value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class StaticMoEError(Exception):
     """Base class of the errors raised on purpose by this package."""
@@ -28,6 +31,22 @@ class OptimizerError(StaticMoEError, ValueError):
 
 class CaptureError(StaticMoEError, RuntimeError):
     """The iteration cannot be recorded. Names the operation, the module and the line in the user's file."""
+
+
+class AuditError(CaptureError):
+    """The audit found what a replay could not repeat: one error for all of it, each with code, line, why and mend.
+
+    Attributes:
+        findings: all of them, most severe first; see `staticmoe.capture.findings.Finding`.
+    """
+
+    def __init__(self, message: str, findings: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+class CompileError(CaptureError):
+    """A dense region of the model cannot be compiled whole. Names the region, what the compiler said and the fix."""
 
 
 class ReplayError(StaticMoEError, RuntimeError):

@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from staticmoe.capture.rules import _MEND_READ
+from staticmoe.capture.rules import MEND_READ, Refusal
 
 _HOST_READS = {
-    Tensor.item: "Tensor.item()",
-    Tensor.tolist: "Tensor.tolist()",
-    Tensor.cpu: "Tensor.cpu()",
-    Tensor.numpy: "Tensor.numpy()",
-    Tensor.__array__: "a conversion to numpy",
-    Tensor.__repr__: "printing a tensor",
-    Tensor.__format__: "formatting a tensor",
-    Tensor.__bool__: "bool(tensor), a Python branch on a tensor",
-    Tensor.__int__: "int(tensor)",
-    Tensor.__float__: "float(tensor)",
-    Tensor.__index__: "a tensor used as a Python index",
-    Tensor.__contains__: "'in' on a tensor",
+    Tensor.item: ("SM101", "Tensor.item()"),
+    Tensor.tolist: ("SM102", "Tensor.tolist()"),
+    Tensor.cpu: ("SM103", "Tensor.cpu()"),
+    Tensor.numpy: ("SM104", "Tensor.numpy()"),
+    Tensor.__array__: ("SM104", "a conversion to numpy"),
+    Tensor.__repr__: ("SM105", "printing a tensor"),
+    Tensor.__format__: ("SM105", "formatting a tensor"),
+    Tensor.__bool__: ("SM106", "bool(tensor), a Python branch on a tensor"),
+    torch.is_nonzero: ("SM106", "torch.is_nonzero, a Python branch on a tensor"),
+    Tensor.__contains__: ("SM106", "'in' on a tensor"),
+    Tensor.__int__: ("SM107", "int(tensor)"),
+    Tensor.__float__: ("SM107", "float(tensor)"),
+    Tensor.__complex__: ("SM107", "complex(tensor)"),
+    Tensor.__index__: ("SM108", "a tensor used as a Python index"),
 }
 
 
@@ -38,25 +40,39 @@ class HostReadGuard(TorchFunctionMode):
 
     Args:
         fault: takes what is wrong with the running call, and raises if that is to stop it.
+        quiet: context within which the operations that such a call consists of are not reported again.
     """
 
-    def __init__(self, fault: Callable[[str], None]) -> None:
+    def __init__(
+        self, fault: Callable[[Refusal], None], quiet: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
         super().__init__()
         self._fault = fault
+        self._quiet = quiet
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         read = _HOST_READS.get(func) if func.__hash__ is not None else None
         if read is not None:
-            self._fault(f"{read} reads a device value on the host; {_MEND_READ}")
-        if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            self._fault(Refusal(read[0], f"{read[1]} reads a device value on the host", MEND_READ))
+        elif func is torch.nn.functional.one_hot:
+            if not _has_num_classes(*args, **kwargs):
+                why = "one_hot without num_classes reads the largest value on the host"
+                self._fault(Refusal("SM118", why, "pass num_classes="))
+            else:
+                return _one_hot(*args, **kwargs)
+        else:
+            return func(*args, **kwargs)
+        with self._quiet():
+            return func(*args, **kwargs)
+
+
+def _has_num_classes(tensor: Tensor, num_classes: int = -1) -> bool:
+    return num_classes >= 0
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """one_hot as a GPU computes it: on a CPU torch checks the range of the values, which reads them."""
-    if num_classes < 0:
-        return torch.nn.functional.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
+from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowed
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
-from staticmoe.capture.rules import refusal
+from staticmoe.capture.rules import Refusal, refusal
 from staticmoe.capture.source import Source, locate
 from staticmoe.capture.tape import Entry, Tape, operation
-from staticmoe.errors import CaptureError
 
 log = logging.getLogger(__name__)
 
+# Between the hooks of the random state and who asks for it.
+_HOOK_FRAMES = 4
+_MEND_ORIGIN = "make it a parameter, a buffer or part of the batch, or compute it inside the iteration"
+_MEND_CACHE = (
+    "compute it in every iteration; weights that are used together are best kept as one parameter from the start"
+)
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
@@ -32,33 +42,60 @@ class Recorder(TorchDispatchMode):
         tape: where to write, or None to observe only.
         audit: what to do about what a replay could not repeat: "error" refuses it, "warn" logs it, "off" only notes
             what is written.
+        findings: with "error", takes what is wrong, and the iteration goes on so that the rest is seen as well; None
+            refuses at once. With "warn", takes what was logged, to log it once.
+        holder: names what holds a tensor between iterations, "" where nothing does.
     """
 
     def __init__(
-        self, provenance: Provenance, modules: Mapping[int, str], tape: Tape | None = None, *, audit: str = "error"
+        self,
+        provenance: Provenance,
+        modules: Mapping[int, str],
+        tape: Tape | None = None,
+        *,
+        audit: str = "error",
+        findings: Findings | None = None,
+        holder: Callable[[Tensor], str] = lambda tensor: "",
     ) -> None:
         super().__init__()
         self._provenance = provenance
         self._modules = modules
         self._tape = tape
         self._audit = audit
+        self._refuses = findings is None
+        self._findings = findings if findings is not None else Findings()
+        self._holder = holder
         self._unseen_writes = False
+        self._quiet = 0
+        # With the memory itself, so that its key cannot come to mean other memory.
+        self._lifted: dict[int, tuple[StorageWeakRef, Source]] = {}
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Context of one iteration.
 
         Raises:
-            CaptureError: at the first operation that a replay could not repeat.
+            AuditError: at an operation that a replay could not repeat: at the first, or, where they are collected, at
+                one after which the iteration cannot go on.
         """
         self._provenance.begin_iteration()
+        self._findings.begin_iteration()
         if self._audit == "off" and self._tape is None:
             with self:
                 yield
             return
         hooks = random_state_hooks(self._get_random_state, self._set_random_state, self._seed_inside)
-        with hooks, HostReadGuard(self._fault), self:
+        with hooks, HostReadGuard(self._fault, self._reading), self:
             yield
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Within: one call of the user's that was reported as a whole."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,15 +108,24 @@ class Recorder(TorchDispatchMode):
         if self._audit != "off":
             reason = refusal(func, args, kwargs, self._is_literal)
             if reason is not None:
-                self._fault(f"{func} {reason}")
+                lasting = reason.ends and self._provenance.outlives(args[0])
+                self._fault(reason._replace(why=f"{func} {reason.why}", ends=lasting))
             self._check_origins(func, args, kwargs, inputs)
         before = {storage_key(tensor) for tensor in inputs}
         derived = torch.Tag.nondeterministic_seeded in func.tags or self._provenance.is_derived(inputs)
         written = [] if func.is_view else _mutated(func, args, kwargs)
         for tensor in written:
             self._provenance.will_write(tensor, derived=derived)
+        of_weights = self._audit != "off" and self._only_weights(inputs)
+        for tensor in written:
+            self._findings.wrote(tensor, of_weights=of_weights)
         result = func(*args, **kwargs)
+        self._check_layouts(func, tensors_in(result))
         self._enter(func, args, kwargs, result, before, derived, bool(written))
+        if self._audit != "off":
+            for tensor in tensors_in(result):
+                if storage_key(tensor) not in before:
+                    self._findings.made(tensor, of_weights=of_weights)
         return result
 
     def _run_implementation(self, func: Any, implementation: Any, args: Any, kwargs: Any) -> Any:
@@ -105,22 +151,53 @@ class Recorder(TorchDispatchMode):
             self._provenance.will_write(tensor, derived=derived)
         return result
 
+    def _check_layouts(self, func: Any, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                why = f"{func} uses a tensor of layout {tensor.layout}"
+                self._fault(Refusal("SM502", why, "use a dense one", ends=True))
+
     def _check_origins(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         """Every input needs a known origin, save memory that the operation only writes."""
+        self._check_layouts(func, inputs)
         overwritten = {storage_key(tensor) for tensor in _overwritten(func, args, kwargs)}
         for tensor in inputs:
-            if tensor.layout != torch.strided:
-                self._fault(f"{func} uses a tensor of layout {tensor.layout}; use a dense one")
+            if _name(func) == "lift_fresh" and self._provenance.is_unknown(tensor):
+                # Python or numpy values on their way into a tensor: the place to name, if an operation reads it.
+                weak = StorageWeakRef(tensor.untyped_storage())
+                self._lifted[storage_key(tensor)] = weak, locate(self._modules)
             if func.is_view or storage_key(tensor) in overwritten:
                 continue
             if _name(func) in _TAKES_LITERAL and self._is_literal(tensor):
                 continue
             fault = self._provenance.fault(tensor, unseen_writes=self._unseen_writes)
-            if fault is not None:
-                self._fault(
-                    f"{func} reads {fault}; make it a parameter, a buffer or part of the batch, or compute it inside "
-                    "the iteration"
-                )
+            if fault is not None and not self._quiet and self._findings.first_report(tensor):
+                self._report_origin(func, tensor, fault)
+
+    def _report_origin(self, func: Any, tensor: Tensor, fault: str) -> None:
+        """Tell apart the ways in which a tensor can have come from elsewhere."""
+        holder = self._holder(tensor)
+        why = f"{func} reads {fault}" + (f" (in {holder})" if holder else "")
+        if self._provenance.is_unknown(tensor):
+            _, made_at = self._lifted.get(storage_key(tensor), (None, None))
+            self._fault(Refusal("SM306" if made_at is None else "SM117", why, _MEND_ORIGIN), source=made_at)
+        elif self._provenance.fault(tensor, unseen_writes=True) is None:
+            self._fault(Refusal("SM307", why, "write it before it is read, or use torch.zeros"))
+        elif not self._findings.comes_from_weights(tensor):
+            self._fault(Refusal("SM305", why, _MEND_ORIGIN), holder=holder)
+        elif not holder and torch.is_autocast_cache_enabled() and tensor.dtype in _HALF:
+            mend = "leave cache_enabled alone, or give RunnerConfig(autocast=...), which switches that cache off"
+            self._fault(Refusal("SM206", f"{why}: autocast keeps casts of weights", mend), holder=holder)
+        else:
+            code = "SM401" if tensor.requires_grad else "SM402"
+            cut = "" if tensor.requires_grad else ": it has no gradient either, so its weights would not train"
+            self._fault(Refusal(code, why + cut, _MEND_CACHE), holder=holder)
+
+    def _only_weights(self, inputs: list[Tensor]) -> bool:
+        """Whether `inputs` hold weights, or what was made of them, and else nothing that changes."""
+        weights = [tensor for tensor in inputs if self._findings.comes_from_weights(tensor)]
+        others = [tensor for tensor in inputs if not any(tensor is weight for weight in weights)]
+        return bool(weights) and not self._provenance.is_derived(others)
 
     def _is_literal(self, tensor: Tensor) -> bool:
         """A Python number that torch made a tensor of without an operation."""
@@ -153,6 +230,9 @@ class Recorder(TorchDispatchMode):
         self._tape.append(operation(func, _without_history(args), _without_history(kwargs), recorded))
 
     def _get_random_state(self, read: Any) -> Tensor:
+        if _in_reentrant_checkpoint():
+            why = "activation checkpointing with use_reentrant=True runs a backward of its own inside the backward"
+            self._fault(Refusal("SM309", why, "pass use_reentrant=False"))
         with _disable_current_modes():
             state = read()
             self._provenance.made(state, derived=True, written=True, source=locate(self._modules))
@@ -163,25 +243,47 @@ class Recorder(TorchDispatchMode):
 
     def _set_random_state(self, write: Any, state: Tensor) -> None:
         fault = self._provenance.fault(state)
-        if fault is not None:
-            self._fault(f"set_rng_state reads {fault}")
+        if fault is not None and self._findings.first_report(state):
+            self._fault(Refusal("SM310", f"set_rng_state reads {fault}", "read the state inside the iteration"))
         with _disable_current_modes():
             write(state)
         if self._tape is not None:
             self._tape.append(Entry(run=lambda: write(state), fresh=(), name="set_rng_state"))
 
     def _seed_inside(self, seed: Any) -> torch.Generator:
-        self._fault(
-            f"manual_seed({seed}) inside the iteration: every replay would draw the same numbers; seed before it"
-        )
+        why = f"manual_seed({seed}) inside the iteration: every replay would draw the same numbers"
+        self._fault(Refusal("SM308", why, "seed before it"))
         return torch.default_generator.manual_seed(seed)
 
-    def _fault(self, what: str) -> None:
-        """Refuse, log or pass over what a replay could not repeat."""
-        if self._audit == "error":
-            raise CaptureError(f"{locate(self._modules)}: {what}")
+    def _fault(self, what: Refusal, *, source: Source | None = None, holder: str = "") -> None:
+        """Refuse, collect, log or pass over what a replay could not repeat."""
+        if self._audit == "off" or self._quiet:
+            return
+        finding = Finding(what.code, what.why, what.mend, source if source is not None else locate(self._modules))
+        if is_allowed(finding.code, finding.source) or _follows(finding):
+            return
+        new = self._findings.add_stale(holder, finding) if holder else self._findings.add(finding)
         if self._audit == "warn":
-            log.warning("%s: %s", locate(self._modules), what)
+            if new:
+                log.warning("%s", finding)
+        elif self._refuses or what.ends:
+            raise audit_error(self._findings.errors)
+
+
+def _follows(finding: Finding) -> bool:
+    """Whether the forward of an operation of torch's, looked at already, is what a finding in its backward is about."""
+    # Nodes of torch's own end with a digit, those of a user's Function do not.
+    return finding.code.startswith("SM11") and finding.source.node[-1:].isdigit()
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether torch's reentrant checkpoint is asking for the random state; its other form asks elsewhere."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_HOOK_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+    return False
 
 
 def _name(func: Any) -> str:
@@ -228,6 +330,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 # Indexed assignment turns a Python number into a tensor without an operation; it is a literal like any other.
+_HALF = (torch.bfloat16, torch.float16)
 _TAKES_LITERAL = {"index_put_", "_index_put_impl_", "fill_", "copy_"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 

@@ -7,8 +7,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from staticmoe.cli.audit import audit
 from staticmoe.cli.bench import bench
+from staticmoe.cli.doctor import doctor
+from staticmoe.cli.explain import explain
+from staticmoe.cli.monitor import monitor
+from staticmoe.cli.profile import profile
 from staticmoe.cli.train import train
+from staticmoe.cli.tune import tune
 from staticmoe.errors import StaticMoEError
 
 
@@ -28,6 +34,12 @@ class _Commands(TyperGroup):
 # Plain help and messages, the same on a terminal, in a pipe and in a log.
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.command("train")(train)
+app.command("monitor")(monitor)
+app.command("tune")(tune)
+app.command("profile")(profile)
+app.command("audit")(audit)
+app.command("explain")(explain)
+app.command("doctor")(doctor)
 app.command("bench")(bench)
 
 

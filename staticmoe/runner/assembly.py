@@ -13,11 +13,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from staticmoe.capture import Capture, CudaGraphCapture, EmulatedCapture, Provenance, Uncaptured
+from staticmoe.capture.findings import Finding
 from staticmoe.config import RunnerConfig
-from staticmoe.errors import CaptureError, ConfigError, ModelError
+from staticmoe.errors import AuditError, CaptureError
+from staticmoe.observe.device import Probe
+from staticmoe.observe.nvml import gpu_facts
 from staticmoe.optim.adapters import adapter_for
 from staticmoe.optim.outside import OutsideAdapter
-from staticmoe.runner.admission import admit_functions, admit_model, admit_optimizer, admit_options, discover, untrained
+from staticmoe.runner.admission import (
+    admit_functions,
+    admit_model,
+    admit_optimizer,
+    admit_options,
+    default_loss,
+    discover,
+    mask_function,
+    untrained,
+)
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.family import Family
 from staticmoe.runner.forecast import Foresight, Memory, MemoryBook
@@ -27,6 +39,7 @@ from staticmoe.runner.iteration import EvalIteration, LossFn, TokenMask, TrainIt
 from staticmoe.runner.ladder import Ladder
 from staticmoe.runner.participants import StepBinding, StepParticipant
 from staticmoe.runner.program import Iteration, Program
+from staticmoe.runner.regions import Regions
 from staticmoe.runner.watch import HostState, OptimizerState
 
 log = logging.getLogger(__name__)
@@ -91,6 +104,7 @@ class Assembly:
         )
         self._bindings = self._bind(participants)
         self._scratch = _scratch_fields(participants, self.device)
+        self._regions = self._dense_regions()
         self._participants = participants
         scratch = {f"scratch {n}.{f}": t for n, fields in self._scratch.items() for f, t in fields.items()}
         self._provenance = Provenance(
@@ -100,6 +114,15 @@ class Assembly:
         idle = list(untrained(optimizer, model))
         if idle:
             log.warning("parameters that require a gradient and are not in the optimizer: %s", ", ".join(idle[:5]))
+
+    def _dense_regions(self) -> Regions | None:
+        """What `compile` asks for; nothing under the emulated capture, whose tape holds operations alone."""
+        if self.config.compile == "off":
+            return None
+        if self.capture.name == "emulate":
+            log.warning("compile='blocks': an emulated capture runs the model uncompiled; use 'cuda' or 'off'")
+            return None
+        return Regions(self._model, fallback=self.config.compile_fallback, limit_s=self.config.compile_limit_s)
 
     def _bind(self, participants: Mapping[str, StepParticipant]) -> dict[str, StepBinding]:
         bound: dict[str, StepBinding] = {}
@@ -146,6 +169,27 @@ class Assembly:
         """What the training graphs were forecast to need, and what has been measured by now."""
         return self._memory.report(self.device, self.owned_bytes)
 
+    def probe(self) -> Probe:
+        """What samples memory and GPU for the telemetry."""
+        return Probe(self.device, self._model, lambda: self.owned_bytes)
+
+    def describe(self) -> dict[str, Any]:
+        """What meta.json says of the run, as its files' readers know it."""
+        return {
+            "started": time.time(),
+            "backend": self.capture.name,
+            "device": str(self.device),
+            "torch": torch.__version__,
+            "gpus": gpu_facts(),
+            "config": {
+                k: v if isinstance(v, (int, float, bool, type(None))) else str(v) for k, v in vars(self.config).items()
+            },
+            "micro_batches": self.config.gradient_accumulation_steps,
+            "participants": self.training.programs[0].facts,
+            # Rehearsed before every capture on a GPU; elsewhere it would be for this alone.
+            "memory": dataclasses.asdict(self.memory()) if self.device.type == "cuda" else None,
+        }
+
     def _foresight(self) -> Foresight:
         configs = [self.config]
         if self.config.overflow == "rerun" and self.config.capacity_factor is not None:
@@ -172,6 +216,7 @@ class Assembly:
             config=config,
             device=self.device,
             scratch=self._scratch,
+            regions=self._regions,
         )
 
     def _inputs(self, shape: BatchShape, micro_batches: int) -> InputRing:
@@ -226,6 +271,39 @@ class Assembly:
         iteration = EvalIteration(wrapped, self._eval_fn, inputs, self.guard)
         return Ladder(self._build(wrapped, iteration, inputs, self._eval_fn, "evaluation"))
 
+    def inspect(
+        self, shape: BatchShape, *, training: bool, iterations: int, look: Callable[[LossFn], LossFn]
+    ) -> list[Finding]:
+        """What an audit finds in the step, or in the evaluation, at one shape; builds and commits nothing.
+
+        Args:
+            iterations: how many are observed, beside the one that learns what there is.
+            look: gives the loss function that runs, for one that should be found things of.
+
+        Raises:
+            StaticMoEError: the iteration cannot run, and nothing was found that might be why.
+        """
+        loss_fn = self._loss_fn if training else self._eval_fn
+        wrapped = self._wrapped(self.config)
+        inputs = self._inputs(shape, self.config.gradient_accumulation_steps if training else 1)
+        iteration: Iteration
+        if training:
+            self.adapter.create_state()
+            self._provenance.declare(self.adapter.state_tensors, changing=True)
+            self.capture.prepare(self.adapter.parameters)
+            looked_at = dataclasses.replace(wrapped, loss_fn=look(loss_fn))
+            iteration = TrainIteration(looked_at, self.adapter, inputs, self.guard)
+        else:
+            iteration = EvalIteration(wrapped, look(loss_fn), inputs, self.guard)
+        program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
+        try:
+            program.inspect(self._functions(loss_fn), self.config.max_in_flight + 1, iterations)
+        except AuditError as error:
+            return list(error.findings)
+        finally:
+            program.retire()
+        return program.findings.items
+
     def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
         start = time.perf_counter()
         program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
@@ -264,31 +342,3 @@ def _scratch_fields(participants: Mapping[str, StepParticipant], device: torch.d
         }
         for name, participant in participants.items()
     }
-
-
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """`model(**batch).loss`, as Hugging Face models give it."""
-    output = model(**batch)
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise ModelError(
-            f"loss_fn: expected model(**batch).loss, got {type(output).__name__} without a loss; pass loss_fn or labels"
-        )
-    return loss
-
-
-def mask_function(token_mask: str | TokenMask | None) -> TokenMask | None:
-    """A batch key as a function of the batch."""
-    if token_mask is None or callable(token_mask):
-        return token_mask
-    key = token_mask
-
-    def mask(batch: Any) -> Tensor:
-        if not isinstance(batch, Mapping) or batch.get(key) is None:
-            keys = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            raise ConfigError(
-                f"token_mask: expected a key of the batch with a tensor, got {key!r}; the batch has {keys}"
-            )
-        return batch[key]
-
-    return mask

@@ -5,16 +5,20 @@ audit by observation -> warm up -> capture -> self-check, all under veto, from t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from staticmoe.capture import Capture, Graph, Provenance, Recorder
+from staticmoe.capture.findings import Finding, Findings, audit_error, source_of_error
+from staticmoe.capture.holders import holder_of
 from staticmoe.capture.provenance import storage_key
-from staticmoe.errors import CaptureError, ModelError, SelfCheckError
+from staticmoe.capture.surroundings import Surroundings
+from staticmoe.errors import AuditError, CaptureError, ModelError, SelfCheckError
 from staticmoe.observe.record import Record, RecordLayout, RecordRing
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.commit import Shadow, restore
@@ -56,6 +60,7 @@ class Program:
     Attributes:
         facts: participant -> what it told about its buffers.
         capacity_factor: of training steps; None is dropless.
+        findings: what the audit has found by now.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class Program:
         self.capacity_factor = wrapped.config.capacity_factor
         self._wrapped = wrapped
         self._iteration = iteration
+        # What is captured: the iteration with its dense regions compiled.
+        self._run: Callable[[], None] = wrapped.regions.around(iteration) if wrapped.regions else iteration
         self._guard = guard
         self._capture = capture
         self._provenance = provenance
@@ -79,9 +86,9 @@ class Program:
         self._records: RecordRing | None = None
         self._captured_gradients: list[Tensor] = []
         self._own: dict[str, Tensor] = {}
-        modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
-        audit = wrapped.config.audit if capture.name != "off" else "off"
-        self._recorder = functools.partial(Recorder, provenance, modules, audit=audit)
+        self._modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
+        self._audit = wrapped.config.audit if capture.name != "off" else "off"
+        self.findings = Findings(wrapped.model.parameters())
 
     @property
     def records(self) -> RecordRing:
@@ -105,15 +112,86 @@ class Program:
         Raises:
             CaptureError: the iteration cannot be captured; what it had mutated is as before.
         """
+        with self._observing(functions):
+            before = self._observe_all(functions, slots, self._wrapped.config.capture_warmup_iters)
+            # They are not to lie beside those of the graph.
+            self._iteration.gradients = []
+            if self._audit == "error" and self.findings.errors:
+                self._surroundings.judge(before.changes())
+                raise audit_error(self.findings.items)
+            self._compile()
+            before = HostState(self._wrapped.model, functions)
+            self.inputs.stage(0)
+            with host_range(HostPhase.CAPTURE), self._capture.seeds.seeded(_EXAMPLE_SEED):
+                self._graph = self._capture.capture(self._run, self._recorder)
+            self._captured_gradients = self._iteration.gradients
+            self._judge(before.changes())
+        self.facts = {name: dict(binding.facts) for name, binding in self._wrapped.bindings.items()}
+
+    def inspect(self, functions: tuple[Callable[..., Any], ...], slots: int, iterations: int) -> None:
+        """Observe `iterations` after the first from slot 0, and capture nothing; commits nothing. See `findings`.
+
+        Raises:
+            StaticMoEError: the iteration cannot run, and nothing was found that might be why.
+        """
+        with self._observing(functions):
+            before = self._observe_all(functions, slots, iterations)
+            self._surroundings.judge(before.changes())
+        self._iteration.gradients = []
+
+    @contextlib.contextmanager
+    def _observing(self, functions: tuple[Callable[..., Any], ...]) -> Iterator[None]:
+        """Within, iterations are observed and commit nothing; what they write is put back."""
+        model = self._wrapped.model
+        self._surroundings = Surroundings(model, functions, self._modules, self.findings)
+        self._recorder = functools.partial(
+            Recorder,
+            self._provenance,
+            self._modules,
+            audit=self._audit,
+            findings=self.findings,
+            holder=lambda tensor: holder_of(tensor, model, functions),
+        )
         self._provenance.declare({**self.inputs.tensors, **self._guard.tensors}, changing=True)
         with self._provenance.open(), self._guard.withholding():
             try:
-                self._build(functions, slots)
+                yield
             finally:
                 restore(self._provenance.mutated.values())
                 self._provenance.mutated.clear()
+                self.findings.end()
 
-    def _build(self, functions: tuple[Callable[..., Any], ...], slots: int) -> None:
+    def _observe_all(self, functions: tuple[Callable[..., Any], ...], slots: int, iterations: int) -> HostState:
+        """Observe a probe and `iterations`; returns the Python state before the last.
+
+        Raises:
+            AuditError: an iteration raised after something was found, which is listed as well.
+        """
+        try:
+            self._prepare(slots)
+            # Uncaptured, one run is enough to make what an iteration makes lazily.
+            count = iterations if self._capture.name != "off" else 1
+            for _ in range(count - 1):
+                self._observe(self._iteration)
+            before = HostState(self._wrapped.model, functions)
+            self._observe(self._iteration)
+        except Exception as error:
+            if self._audit != "error" or not self.findings.errors:
+                raise
+            self._add_failure(error)
+            raise audit_error(self.findings.items) from error
+        return before
+
+    def _add_failure(self, error: Exception) -> None:
+        """List what ended the observation, unless it is itself the report of a finding."""
+        reentrant = any(finding.code == "SM309" for finding in self.findings.items)
+        if isinstance(error, AuditError) or (reentrant and isinstance(error, CaptureError)):
+            return
+        why = f"{type(error).__name__}: {error}; it may follow from the others, and nothing behind it was looked at"
+        self.findings.add(Finding("SM901", why, "mend the others first", source_of_error(error, self._modules)))
+
+    def _prepare(self, slots: int) -> None:
+        """Observe the probe, and make the record and the shadow that it shows to be needed."""
         own = {storage_key(t) for t in (*self.inputs.tensors.values(), *self._guard.tensors.values())}
         own |= {storage_key(t) for fields in self._wrapped.scratch.values() for t in fields.values()}
         for binding in self._wrapped.bindings.values():
@@ -142,36 +220,35 @@ class Program:
         self._own = {"record row": self._records.row, "record ring": self._records.ring, **shadow.tensors}
         self._provenance.declare(self._own, changing=True)
         self._iteration.equip(self._records, shadow)
-        warmups = self._wrapped.config.capture_warmup_iters if self._capture.name != "off" else 1
-        for _ in range(warmups):
-            self._observe(self._iteration)
-        # They are not to lie beside those of the graph.
-        self._iteration.gradients = []
-        before = HostState(self._wrapped.model, functions)
-        self.inputs.stage(0)
-        with host_range(HostPhase.CAPTURE), self._capture.seeds.seeded(_EXAMPLE_SEED):
-            self._graph = self._capture.capture(self._iteration, self._recorder)
-        self._captured_gradients = self._iteration.gradients
-        self._judge_host_state(before.changes())
-        self.facts = {name: dict(binding.facts) for name, binding in self._wrapped.bindings.items()}
 
-    def _judge_host_state(self, changed: list[str]) -> None:
-        """Refuse or log Python state that the captured run has changed: replays will not change it."""
-        audit = self._wrapped.config.audit
-        if not changed or self._capture.name == "off" or audit == "off":
+    def _judge(self, changed: list[str]) -> None:
+        """Refuse or log Python state that the captured run has changed, and what else it showed."""
+        if self._audit == "off":
             return
-        what = (
-            f"the iteration changes Python state that a replay would not change: {'; '.join(changed[:5])}; keep such "
-            "state in a buffer that is updated in place, or in runner.scalars"
-        )
-        if audit == "error":
-            raise CaptureError(what)
-        log.warning("%s", what)
+        known = set(self.findings.items)
+        self._surroundings.judge(changed)
+        if self._audit == "error" and self.findings.errors:
+            raise audit_error(self.findings.items)
+        for finding in self.findings.items:
+            if finding not in known:
+                log.warning("%s", finding)
 
     def _observe(self, run: Callable[[], None]) -> None:
         self.inputs.stage(0)
-        with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up(), self._recorder().watch():
+        draws = self._surroundings.draws.watch() if self._audit != "off" else contextlib.nullcontext()
+        with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up(), draws, self._recorder().watch():
             run()
+
+    def _compile(self) -> None:
+        """Let what is compiled be compiled, and tuned, before it is captured."""
+        if self._wrapped.regions is None:
+            return
+        for _ in range(self._wrapped.config.capture_warmup_iters):
+            self.inputs.stage(0)
+            with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up():
+                self._run()
+            self._iteration.gradients = []
+        self._wrapped.regions.prove()
 
     def forget_gradients(self) -> None:
         """Let other graphs of the pool have the memory of this one's gradients; it cannot be self-checked any more."""
@@ -202,11 +279,11 @@ class Program:
             return
         with self._guard.withholding():
             # Each uncaptured run has gradients of its own; those of the graph stay where they are until it runs again.
-            plain = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
+            plain = self._outcome(slot, self._run, lambda: self._iteration.gradients)
             replayed = self._outcome(slot, graph.replay, lambda: self._captured_gradients)
             differences = self._differences(plain, replayed)
             if differences:
-                again = self._outcome(slot, self._iteration, lambda: self._iteration.gradients)
+                again = self._outcome(slot, self._run, lambda: self._iteration.gradients)
                 noise = self._differences(plain, again)
                 # Atomic adds differ in the last bits; a host value that changes from run to run differs in the first.
                 beyond_rounding = self._wrapped.device.type == "cpu" or _gap(plain[0], again[0]) > _ROUNDING

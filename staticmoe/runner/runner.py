@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import ClosedError, ConfigError
-from staticmoe.observe.nvml import gpu_facts
 from staticmoe.observe.publisher import Publisher
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.phases import HostPhase, host_range
@@ -28,6 +26,7 @@ from staticmoe.runner.guard import HostGuard
 from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.iteration import LossFn, TokenMask
 from staticmoe.runner.loading import StateHooks
+from staticmoe.runner.profiling import Profiling
 from staticmoe.runner.program import Program
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,8 @@ class StaticMoERunner:
         self._step = 0
         self._hooks: StateHooks | None = None
         self._host_guard = HostGuard(config)
-        self._publisher = Publisher(config.run_dir)
+        self._publisher = Publisher(config)
+        self._profiling = Profiling(config.run_dir, self._capture_again, self.flush)
         self._parts = parts = Assembly(
             model, optimizer, shapes, loss_fn, eval_fn, token_mask, scalars, config, self.flush
         )
@@ -95,7 +95,7 @@ class StaticMoERunner:
         )
         try:
             parts.training.ladder(0)
-            self._publisher.start(self._describe())
+            self._publisher.start(parts.describe(), parts.probe())
             self._hooks = StateHooks(model, optimizer, self)
         except BaseException:
             self._shut("its construction failed")
@@ -129,11 +129,14 @@ class StaticMoERunner:
             NonFiniteError, CapacityError: an earlier step met its policy; that step and those launched after it
                 were not applied, and the runner goes on with the next call.
         """
-        with host_range(HostPhase.ITERATION):
-            return self._run_step(batch)
+        self._check_open()
+        self._profiling.begin(self._step + 1)
+        with host_range(HostPhase.ITERATION), self._publisher.clock.step(self._step + 1):
+            result = self._run_step(batch)
+        self._profiling.end(self._step)
+        return result
 
     def _run_step(self, batch: Any) -> StepResult:
-        self._check_open()
         self._flight.check_order()
         self._follow_changes(self._parts.training)
         micro = split_micro_batches(batch, self._parts.config.gradient_accumulation_steps)
@@ -142,7 +145,8 @@ class StaticMoERunner:
         recheck = every > 0 and step % every == 0
         if recheck:
             self.flush()
-        self._flight.make_room()
+        with self._publisher.clock.waiting():
+            self._flight.make_room()
         ladder = self._parts.training.ladder(number)
         program = ladder.start()
         result = StepResult(step, self._flight.settle_until)
@@ -154,7 +158,8 @@ class StaticMoERunner:
         self._flight.launch(ladder, program, result)
         self._step = step
         if self._parts.outside is not None:
-            self.flush()
+            with self._publisher.clock.waiting():
+                self._flight.flush()
             if not result.skipped:
                 self._parts.outside.apply()
         return result
@@ -194,9 +199,11 @@ class StaticMoERunner:
         if changes and self._parts.capture.name != "off":
             self.flush()
             family.follow(changes)
+            self._publisher.counts.recaptures += 1
 
     def flush(self) -> None:
-        """Return when every launched step has committed or been dealt with."""
+        """Return when every launched step has committed or been dealt with; the step before is not timed."""
+        self._publisher.clock.interrupt()
         self._flight.flush()
 
     def synchronize(self) -> None:
@@ -209,6 +216,25 @@ class StaticMoERunner:
         self.flush()
         for family in (self._parts.training, self._parts.evaluation):
             family.drop()
+        self._publisher.counts.recaptures += 1
+
+    def profile(self, steps: int) -> None:
+        """Record the next `steps` calls of `step`: by an nsys that is there, else by torch.profiler to run_dir/profile.
+
+        Graphs are captured again inside the window, so that their kernels can be told apart. Look at the file with
+        `staticmoe profile --analyse`. From outside, a file run_dir/profile.request with a number in it does the same.
+
+        Raises:
+            ConfigError: not a positive number, a window is open, or there is nowhere to write to.
+        """
+        self._check_open()
+        self._profiling.request(steps)
+
+    def _capture_again(self) -> None:
+        if self._parts.capture.name != "off":
+            self._parts.training.drop()
+            self._parts.training.ladder(0)
+            self._publisher.counts.recaptures += 1
 
     def set_capacity_factor(self, factor: float | None) -> None:
         """Change the capacity of training steps and recapture; None is dropless. Logs what it cost.
@@ -226,6 +252,7 @@ class StaticMoERunner:
         except BaseException:
             self._reconfigure(before)
             raise
+        self._publisher.counts.recaptures += 1
         log.info(
             "capacity_factor %s -> %s: captured again in %.2f s, graphs keep %.1f MiB (%.1f before)",
             before.capacity_factor, factor, time.perf_counter() - start, self._parts.owned_bytes / 2**20, kept / 2**20,
@@ -240,9 +267,13 @@ class StaticMoERunner:
         self._publisher.subscribe(sink)
 
     def telemetry(self) -> dict[str, Any]:
-        """Totals over the committed steps whose records have arrived; never waits."""
+        """Totals over the committed steps whose records have arrived, and means ("window"); never waits."""
         totals = self._publisher.totals()
         return {**totals, "backend": self.backend, "launched": self._step, "in_flight": len(self._flight)}
+
+    def reset_window(self) -> None:
+        """Let `telemetry()["window"]`, the means of train/, moe/ and user/ metrics, begin with the next step."""
+        self._publisher.reset_window(self._step)
 
     def memory(self) -> Memory:
         """Bytes that the training graphs were forecast to need, by part, beside what has been measured by now."""
@@ -254,24 +285,14 @@ class StaticMoERunner:
         """A few lines about backend, steps, drops and memory, after waiting for all steps."""
         if self._closed is None:
             self.flush()
-        totals = self.telemetry()
-        lines = [
-            f"backend {self.backend}: {totals['committed']} steps committed, {totals['skipped']} skipped, "
-            f"{totals['reruns']} run again",
-            self.memory().line(),
-        ]
-        for name, layer in totals["moe"].items():
-            dropped, routed = sum(layer["dropped"]), sum(layer["routed"])
-            lines.append(
-                f"{name or '(the model)'}: {dropped} of {routed} assignments dropped ({dropped / max(routed, 1):.3%})"
-            )
-        return "\n".join(lines)
+        steps, *others = self._publisher.words()
+        return "\n".join([f"backend {self.backend}: {steps}", self.memory().line(), *others])
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, totals and scalars, after waiting for all steps. Model and optimizer have their own."""
         self.flush()
         return {
-            "version": 1,
+            "version": 2,
             "step": self._step,
             "committed": int(self._parts.guard.committed),
             "scalars": dict(zip(self.scalars, self.scalars.host_values(), strict=True)),
@@ -282,27 +303,16 @@ class StaticMoERunner:
         """Go on from `state_dict()`."""
         self._check_open()
         self.flush()
-        if state.get("version") != 1:
-            raise ConfigError(f"runner state: expected version 1, got {state.get('version')!r}")
+        if state.get("version") != 2:
+            raise ConfigError(
+                f"runner state: expected version 2, got {state.get('version')!r}; start the run anew, or go on with "
+                "the release that wrote it"
+            )
         self._step = state["step"]
         self._parts.guard.committed.fill_(state["committed"])
         for name, value in state["scalars"].items():
             self.scalars[name] = value
         self._publisher.load_state_dict(state["totals"])
-
-    def _describe(self) -> dict[str, Any]:
-        facts = self._parts.training.programs[0].facts
-        return {
-            "backend": self.backend,
-            "device": str(self._parts.device),
-            "torch": torch.__version__,
-            "gpus": gpu_facts(),
-            "config": {
-                k: v if isinstance(v, (int, float, bool, type(None))) else str(v)
-                for k, v in vars(self._parts.config).items()
-            },
-            "participants": facts,
-        }
 
     def close(self) -> None:
         """Wait for all steps, let go of model, optimizer and graphs; a second call does nothing."""
@@ -310,6 +320,7 @@ class StaticMoERunner:
             return
         try:
             self.flush()
+            self._profiling.close(self._step)
         finally:
             self._shut("it was closed")
 

@@ -1,0 +1,27 @@
+"""SM501-SM503: memory and operations that a replay cannot follow. Found by the recorder of `staticmoe.capture`."""
+
+from __future__ import annotations
+
+from staticmoe.audit.entry import Entry
+
+ENTRIES = (
+    Entry(
+        "SM501", "error", "memory that is replaced or resized",
+        "A graph writes to the addresses of the capture; x.data = y and resize_ leave it behind. Where it happens to "
+        "something that outlives the iteration, the audit stops there.",
+        "Allocate the final size once and copy in place.",
+        "self.buffer.resize_(n)", "self.buffer[:n].copy_(x)   # allocated at its largest size",
+    ),
+    Entry(
+        "SM502", "error", "a sparse tensor",
+        "How many values it holds is a value of the device. The audit stops there.",
+        "Use a dense tensor and a mask, or gather and scatter by indices of constant count.",
+        "y = a.to_sparse() @ x", "y = a @ x",
+    ),
+    Entry(
+        "SM503", "error", "a collective in the emulated capture",
+        "Waiting for a collective is no operation, so a replay on the CPU would read too early.",
+        "Run with capture='off' on the CPU, or capture on GPUs.",
+        "RunnerConfig(capture='emulate')", "RunnerConfig(capture='off')",
+    ),
+)  # fmt: skip
