@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from staticmoe.cli.app import app
 from staticmoe.integrations import huggingface
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,13 +47,15 @@ def test_the_integration_calls_what_there_is() -> None:
     assert all(callable(getattr(huggingface, name)) for name in called)
 
 
-def test_the_commands_are_single_lines_and_one_of_them_is_what_ci_runs() -> None:
+def test_the_newcomers_commands_are_single_lines_and_one_of_them_is_what_ci_runs() -> None:
     commands = blocks("sh")
-    assert [len(command.splitlines()) for command in commands] == [1, 1, 1]
-    train, test, existing = (command.strip() for command in commands)
+    assert [len(command.splitlines()) for command in commands[:2]] == [1, 1]
+    train, test = (command.strip() for command in commands[:2])
     assert train.endswith("staticmoe train") and "-c constraints.txt -e '.[demo]'" in train
     assert test.endswith("python -m pytest -q -n auto") and "-c constraints.txt -e '.[test]'" in test
-    assert "constraints" not in existing
+    assert "keeps it with `pip install -e '.[demo]'`, without the constraints" in TEXT
+    offered = {line.split()[1] for line in commands[2].splitlines()}
+    assert offered == {"monitor", "tune", "profile", "audit", "doctor"} <= {c.name for c in app.registered_commands}
     # .ci/run takes the newcomer's line from here by this pattern.
     (pattern,) = re.findall(r"grep -m1 -E '([^']*)' README.md", (ROOT / ".ci" / "run").read_text())
     assert re.findall(pattern, TEXT, flags=re.MULTILINE) and re.search(pattern, test)
@@ -131,7 +134,8 @@ def test_the_transformers_models_are_as_fast_as_the_table_says() -> None:
     for name, case in result["cases"].items():
         modes = case["modes"]
         ours = modes["staticmoe"] if "ms" in modes["staticmoe"] else again[name]
-        row = [modes.get(mode, {}).get("ms") for mode in ("grouped_mm", "grouped_mm_compiled")] + [ours["ms"]]
+        row = [modes.get(mode, {}).get("ms") for mode in ("eager", "grouped_mm", "grouped_mm_compiled")] + [ours["ms"]]
+        row.append(modes.get("staticmoe_compiled", {}).get("ms"))
         assert f"| {' | '.join('-' if ms is None else f'{ms:.1f}' for ms in row)} |" in TEXT
 
 
@@ -142,3 +146,29 @@ def test_no_overflow_lost_anything() -> None:
         assert row["steps"] == 200 and row["lost"] == 0 and row["run_again"] > 0 and all(row["bitwise"].values())
     over = [t["reserved"] / t["forecast"]["total at the highest point"] - 1 for t in result["memory"]["tables"]]
     assert f"held {min(over):.0%} to {max(over):.0%} more".replace("% to", " to").replace("%", " %") in TEXT
+
+
+def test_what_the_tuner_said_is_what_was_dropped() -> None:
+    """The forecast at the factor that was run, and the share that the run dropped: within bounds, and in the text."""
+    result = json.loads((ROOT / "profiles" / "results" / "h200" / "tune.json").read_text())
+    (row,) = [row for row in result["tables"]["all steps"]["rows"] if row["factor"] == 2.0]
+    dropped = result["run at factor 2"]["drop_rate"]
+    assert row["drop"]["low"] <= dropped <= row["drop"]["high"]
+    assert f"said {row['drop']['rate']:.2%} at factor 2; run at that factor, {dropped:.2%} were dropped" in TEXT
+
+
+def test_the_profile_tells_what_the_text_says() -> None:
+    result = json.loads((ROOT / "profiles" / "results" / "h200" / "profile_train.json").read_text())
+    assert result["provenance"]["commit"] and f"{1 - result['unattributed_share']:.1%} of kernel time" in TEXT
+
+
+def test_peers_are_where_the_text_puts_them() -> None:
+    result = json.loads((ROOT / "profiles" / "results" / "h200" / "moe_block_peers.json").read_text())
+    ahead = {}
+    for case in result["cases"]:
+        times = {name: block["both"]["ms"] for name, block in case["blocks"].items()}
+        assert all(times["staticmoe"] < ms for name, ms in times.items() if name != "staticmoe" and "Sonic" not in name)
+        ahead[case["shape"], case["tokens"]] = times["staticmoe"] / times["SonicMoE"] - 1
+    large = [f"{ahead[shape, 32768]:.0%}".rstrip("%") for shape in ("qwen3", "olmoe")]
+    assert f"ahead by {large[0]} and {large[1]}% on Qwen3 and OLMoE at 32768" in TEXT
+    assert abs(ahead["qwen3", 8192]) < 0.01 and ahead["olmoe", 8192] < 0
