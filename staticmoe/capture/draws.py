@@ -51,6 +51,8 @@ class HostDraws:
         self._findings = findings
         self._modules = modules
         self._moved: list[tuple[str, str, Callable[[], object]]] = []
+        # Code -> name, and the line of each iteration in which it was seen; without a file where no line can be told.
+        self._seen: dict[str, tuple[str, list[Source]]] = {}
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -61,13 +63,20 @@ class HostDraws:
         with _traced(watched):
             yield
         for (code, name, _), line in zip(self._moved, watched, strict=True):
-            why = f"{name} draws a number on the host, and a replay would repeat that of the capture"
             if line.found is not None:
-                self._findings.add(Finding(code, why, _MEND, line.found))
+                self._seen.setdefault(code, (name, []))[1].append(line.found)
             elif blind and line.moved:
-                # Under a debugger no line can be told, and neither whether it was another thread.
-                self._findings.add(Finding(code, why, _MEND, Source(), severity="warning"))
+                self._seen.setdefault(code, (name, []))[1].append(Source())
         self._moved = [one for one, state in zip(_GENERATORS, states, strict=True) if one[2]() != state]
+
+
+    def report(self) -> None:
+        """Add what was seen: an error where it was one line each time; else, as if another thread drew, a warning."""
+        for code, (name, places) in self._seen.items():
+            why = f"{name} draws a number on the host, and a replay would repeat that of the capture"
+            sure = places[0].file and len({(place.file, place.line) for place in places}) == 1
+            self._findings.add(Finding(code, why, _MEND, places[0], severity="error" if sure else "warning"))
+        self._seen = {}
 
 
 class _Line:

@@ -175,7 +175,9 @@ class Program:
                 self._observe(self._iteration)
             before = HostState(self._wrapped.model, functions)
             self._observe(self._iteration)
+            self._surroundings.draws.report()
         except Exception as error:
+            self._surroundings.draws.report()
             if self._audit != "error" or not self.findings.errors:
                 raise
             self._add_failure(error)

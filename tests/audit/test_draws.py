@@ -22,6 +22,7 @@ def found(iteration: Callable[[], object], times: int = 2) -> list[Finding]:
     for _ in range(times):
         with draws.watch():
             iteration()
+    draws.report()
     return findings.items
 
 
@@ -80,7 +81,15 @@ def test_draws_between_iterations_are_the_users_own() -> None:
         with draws.watch():
             through_nothing()
         drawing()
+    draws.report()
     assert findings.items == []
+
+
+def test_another_line_each_time_is_what_another_thread_looks_like() -> None:
+    """A loader that prefetches meanwhile must not keep a runner from being built."""
+    places = iter([drawing, drawing, in_the_library])
+    (finding,) = found(lambda: next(places)(), times=3)
+    assert (finding.code, finding.severity) == ("SM204", "warning")
 
 
 def test_a_thread_that_the_iteration_waits_for_draws_in_its_name() -> None:
