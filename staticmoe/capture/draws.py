@@ -69,7 +69,6 @@ class HostDraws:
                 self._seen.setdefault(code, (name, []))[1].append(Source())
         self._moved = [one for one, state in zip(_GENERATORS, states, strict=True) if one[2]() != state]
 
-
     def report(self) -> None:
         """Add what was seen: an error where it was one line each time; else, as if another thread drew, a warning."""
         for code, (name, places) in self._seen.items():
