@@ -5,7 +5,7 @@ Dimensions: T tokens, K top_k, E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,12 @@ def forward_backward(block: Block, p: Problem) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, p.inputs(), p.grad)
 
 
+def results(block: Block, p: Problem) -> tuple[Tensor, ...]:
+    """The same, the weights' gradients from where a block keeps them."""
+    got = forward_backward(block, p)
+    return (*got[:3], *block.gradients()) if isinstance(block, MainGradBlock) else got
+
+
 def oracle(p: Problem) -> tuple[Tensor, ...]:
     """The same in fp64 by a loop over experts that knows no plan."""
     x, weights, gate_up, down = (t.detach().double().requires_grad_() for t in p.inputs())
@@ -62,10 +68,14 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
     case: tuple[int, Shape] | None = None,
+    *,
+    results: Callable[[Block, Problem], tuple[Tensor, ...]] = results,
+    tolerance: Mapping[torch.dtype, float] = TOLERANCE,
+    words: tuple[str, str] = ("allowed", "nothing timed"),
 ) -> dict[str, float]:
     """Hold a block against fp64 with every routing; return the largest error of each result.
 
-    `case`: tokens and shape; default: widths that no tile divides.
+    `case`: tokens and shape; default: widths that no tile divides. `words`: of an error, for the limit and the outcome.
 
     Raises:
         SelfCheckError: one is too large, or an expert without tokens has a weight gradient other than zero.
@@ -75,17 +85,14 @@ def check(
     for routing in ROUTINGS:
         p = make_problem(shape, tokens, routing, dtype, device)
         poison(device)
-        block = make(p)
-        got, want = forward_backward(block, p), oracle(p)
-        if isinstance(block, MainGradBlock):
-            got = (*got[:3], *block.gradients())
+        got, want = results(make(p), p), oracle(p)
         for name, one, other in zip(NAMES, got, want, strict=True):
             error = float(torch.linalg.vector_norm(one.double() - other) / torch.linalg.vector_norm(other))
             worst[name] = max(worst[name], error)
-            if not error <= TOLERANCE[dtype]:
+            if not error <= tolerance[dtype]:
                 raise SelfCheckError(
-                    f"{shape}, {tokens} tokens, {routing}: {name} is off by {error:.3g} of its norm, allowed "
-                    f"{TOLERANCE[dtype]}; nothing timed"
+                    f"{shape}, {tokens} tokens, {routing}: {name} is off by {error:.3g} of its norm, {words[0]} "
+                    f"{tolerance[dtype]}; {words[1]}"
                 )
         idle = [expert for expert in range(shape.experts) if not bool((p.ids == expert).any())]
         if routing == "one-hot" and not idle and shape.top_k < shape.experts:
@@ -93,7 +100,7 @@ def check(
         if any(bool(gradient[expert].any()) for gradient in got[3:] for expert in idle):
             raise SelfCheckError(
                 f"{shape}, {tokens} tokens, {routing}: an expert without tokens has a weight gradient other than "
-                "zero; nothing timed"
+                f"zero; {words[1]}"
             )
     return worst
 

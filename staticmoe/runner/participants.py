@@ -44,8 +44,9 @@ class StepBinding:
             it computes, so that its work may be left out.
         dooming: `Reason` bits that doom a step; the runner sets them. 0 in an evaluation.
         capacity: the capacity in force; the runner swaps it between training and evaluation.
-        facts: host-side integers that the participant tells about its buffers in its forward, such as
-            "capacity_rows" and "can_overflow" (0 or 1). They are constants of a capture.
+        facts: host-side integers that the participant tells about its buffers and its work in its forward, such as
+            "capacity_rows", "can_overflow" (0 or 1), "num_experts", "top_k", "tokens" and "expert_weights". They are
+            constants of a capture.
         token_mask: bool tensor of the current micro-batch, True for real tokens, or None.
         active: whether an iteration is running. Outside of one, as when the user generates between two steps, a layer
             is a layer without a runner: dropless, and nothing is counted.

@@ -75,14 +75,14 @@ class _Kineto:
 
     def start(self) -> None:
         """Begin."""
+        self._profile.start()
         # It does not see ranges of nvtx.
         self._ranges.enter_context(shown_by(torch.profiler.record_function))
-        self._profile.start()
 
     def stop(self, first: int, last: int) -> None:
         """End and write the file, under its name when it is whole."""
-        self._profile.stop()
         self._ranges.close()
+        self._profile.stop()
         path = self._path if self._path.suffix else self._path / f"steps_{first}_{last}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         # torch packs by the name's end.
@@ -112,7 +112,7 @@ class Profiling:
         environment: of the process.
 
     Raises:
-        ConfigError: `STATICMOE_PROFILE` is not start:count:ranks.
+        ConfigError: the environment's window is not start:count:ranks, or there is nowhere to write it to.
     """
 
     def __init__(
@@ -129,6 +129,9 @@ class Profiling:
         self._left = self._wanted = 0
         self._first = 0
         self._tool: _Tool | None = None
+        if self._count:
+            # Now, and not in the middle of the training.
+            self._make_tool()
 
     def request(self, steps: int) -> None:
         """Record the next `steps` steps.
@@ -152,11 +155,20 @@ class Profiling:
         elif self._run_dir is not None and step % _LOOK_EVERY == 0:
             self._look()
         if self._wanted:
-            self._tool = self._make_tool()
-            self._first, self._left, self._wanted = step, self._wanted, 0
-            self._flush()
-            self._tool.start()
-            self._prepare()
+            self._open(step)
+
+    def _open(self, step: int) -> None:
+        steps, self._wanted = self._wanted, 0
+        self._flush()
+        try:
+            tool = self._make_tool()
+            tool.start()
+        except Exception:
+            # A profile never stops training: another profiler may be at work.
+            log.exception("no profile of step %d and those after it", step)
+            return
+        self._tool, self._first, self._left = tool, step, steps
+        self._prepare()
 
     def end(self, step: int) -> None:
         """After `step`: close the window where it is over."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner, phases
 from staticmoe.errors import ConfigError
 from staticmoe.phases import KINETO_VARIABLE, WINDOW_VARIABLE
 from staticmoe.runner.profiling import REQUEST
@@ -119,6 +119,9 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path, monkeypatch: pytest.
         runner.profile(2)
         with pytest.raises(ConfigError, match="one of 2 steps is"):
             runner.profile(2)
+    monkeypatch.setenv(WINDOW_VARIABLE, "1:2:0")
+    with pytest.raises(ConfigError, match=r"run_dir"):
+        build()
     monkeypatch.setenv(WINDOW_VARIABLE, "10-5")
     with pytest.raises(ConfigError, match="start:count:ranks, as 10:5:0 or 10:5:all; got '10-5'"):
         build()
@@ -141,3 +144,26 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(
         assert "the profile of steps 1 to 1 is lost" in caplog.text and "disk full" in caplog.text
         assert list((tmp_path / "profile").iterdir()) == []
         assert runner.step(BATCHES[1]).step == 2
+
+
+def test_a_profiler_that_does_not_start_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said, once; the next one is taken."""
+    _, runner = build(tmp_path)
+    start = torch.profiler.profile.start
+
+    def busy(self: Any) -> None:
+        raise RuntimeError("another profiler is at work")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", busy)
+    with runner:
+        runner.profile(2)
+        for batch in BATCHES[:3]:
+            runner.step(batch)
+        assert caplog.text.count("no profile of step 1") == 1 and not (tmp_path / "profile").exists()
+        assert runner.telemetry()["recaptures"] == 0 and phases._shown_by == []
+        monkeypatch.setattr(torch.profiler.profile, "start", start)
+        runner.profile(1)
+        runner.step(BATCHES[3])
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps_4_4.json.gz"]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from staticmoe.bench.blocks import Block, Candidate
-from staticmoe.bench.check import NAMES, forward_backward, oracle
+from staticmoe.bench.check import check, forward_backward
 from staticmoe.bench.measure import first_cause
 from staticmoe.bench.peers.layout import Converted, concatenated
-from staticmoe.bench.problems import ROUTINGS, Problem, Shape, make_problem
-from staticmoe.bench.timing import clean, poison
+from staticmoe.bench.problems import Problem, Shape
+from staticmoe.bench.timing import clean
 from staticmoe.errors import SelfCheckError
 
 # Of one result, against fp64, as in `check.TOLERANCE`. Peers round once or twice more than ours: rows before their
@@ -40,27 +40,10 @@ def hold(
     Raises:
         SelfCheckError: one is too large, or an expert without tokens has a weight gradient other than zero.
     """
-    tokens, shape = case
-    worst = dict.fromkeys(NAMES, 0.0)
-    for routing in ROUTINGS:
-        p = make_problem(shape, tokens, routing, dtype, device)
-        poison(device)
-        got, want = results(make(p), p), oracle(p)
-        for name, one, other in zip(NAMES, got, want, strict=True):
-            error = float(torch.linalg.vector_norm(one.double() - other) / torch.linalg.vector_norm(other))
-            worst[name] = max(worst[name], error)
-            if not error <= PEER_TOLERANCE[dtype]:
-                raise SelfCheckError(
-                    f"{shape}, {tokens} tokens, {routing}: {name} is off by {error:.3g} of its norm, allowed of a peer "
-                    f"{PEER_TOLERANCE[dtype]}; not timed"
-                )
-        idle = [expert for expert in range(shape.experts) if not bool((p.ids == expert).any())]
-        if any(bool(gradient[expert].any()) for gradient in got[3:] for expert in idle):
-            raise SelfCheckError(
-                f"{shape}, {tokens} tokens, {routing}: an expert without tokens has a weight gradient other than "
-                "zero; not timed"
-            )
-    return worst
+    return check(
+        make, dtype, device, case,
+        results=results, tolerance=PEER_TOLERANCE, words=("allowed of a peer", "not timed"),
+    )  # fmt: skip
 
 
 def hold_all(
