@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import torch
 
-# Threads share the default generators, so iterations of two runners in one process take turns.
-_ONE_AT_A_TIME = threading.RLock()
+# Threads share the default generators and torch's functions about them, so iterations of two runners in one process take
+# turns.
+ONE_AT_A_TIME = threading.RLock()
 
 
 class StepSeeds:
@@ -49,7 +50,7 @@ class StepSeeds:
 
         Graph-safe: a CUDA graph takes seed and offset when it is launched.
         """
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             yield from self._swapped(seed)
 
     def _swapped(self, seed: int) -> Iterator[None]:

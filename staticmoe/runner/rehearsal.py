@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
 )
 
 from staticmoe.capture.provenance import storage_key, tensors_in
+from staticmoe.capture.seeding import ONE_AT_A_TIME
 from staticmoe.ops.scratch import SCRATCH
 from staticmoe.runner.fakes import FakeOperations
 
@@ -262,7 +263,8 @@ def rehearsal(
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
-        with _random_state_left_alone(tally), eager, fake, tally:
+        # Two that put their functions into torch at once would leave one's there.
+        with ONE_AT_A_TIME, _random_state_left_alone(tally), eager, fake, tally:
             yield tally
     finally:
         untouched.restore()

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import gc
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from staticmoe.runner.inputs import InputRing
 from staticmoe.runner.iteration import TrainIteration
 from staticmoe.runner.memory import MemoryForecast, Variant, over_construction
 from staticmoe.runner.participants import StepBinding
+from staticmoe.runner.rehearsal import rehearsal
 
 AMPLE = 1 << 50
 VOCABULARY, WIDTH, TOKENS = 64, 32, 24
@@ -354,6 +356,27 @@ def test_a_checkpointed_run_sets_no_random_state(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_to.append(state), original(state)))
     forecast(Model(checkpointed=True))
     assert not set_to
+
+
+def test_two_rehearsals_at_once_leave_torchs_own_functions() -> None:
+    """The one that came first leaves first: without turns the second would put back what the first had put in."""
+    before, inside, left = torch.manual_seed, threading.Event(), threading.Event()
+
+    def second() -> None:
+        inside.wait()
+        with rehearsal(torch.device("cpu"), (), (), ()):
+            # In turns, the first has left by now; else it leaves while this one is in.
+            left.wait(timeout=5)
+
+    other = threading.Thread(target=second)
+    other.start()
+    with rehearsal(torch.device("cpu"), (), (), ()):
+        inside.set()
+        other.join(timeout=0.2)
+    left.set()
+    other.join()
+    found, torch.manual_seed = torch.manual_seed, before
+    assert found is before
 
 
 def test_training_goes_on_as_without_a_forecast(assert_same: Callable[[Any, Any], None]) -> None:
