@@ -39,6 +39,8 @@ from staticmoe.reference.schedule import tile_schedule
 # Rows an expert, exclusive upper ends of the ranges that get a line each.
 BOUNDS = (48.0, 192.0, math.inf)
 CHECKED = (509, Shape(640, 384, 128, 4))
+# A candidate's: they follow each other closely, so that the clock has settled.
+_TRIAL_S = 0.05
 
 
 def candidates(kernel: str) -> list[Tile]:
@@ -265,14 +267,18 @@ class Checker:
         return None if max(errors) <= self.tolerance else f"relative errors {errors}, allowed {self.tolerance}"
 
 
-def time_call(call: Callable[[], Any]) -> list[float]:
-    """Sorted ms of one launch: replays of a graph that holds five, so that the host is out of the way."""
+def time_call(call: Callable[[], Any], seconds: float = timing.SETTLE_S) -> list[float]:
+    """Sorted ms of one launch: replays of a graph that holds five, so that the host is out of the way.
+
+    They run for `seconds` to settle, and as long again to be timed.
+    """
 
     def five() -> None:
         for _ in range(5):
             call()
 
-    return [ms / 5 for ms in timing.milliseconds(timing.capture(five).replay, 10)]
+    recorded = timing.capture(five)
+    return [ms / 5 for ms in timing.milliseconds(recorded.replay, settle_s=seconds, timed_s=seconds)]
 
 
 def time_kernels(p: Problem, device: torch.device) -> dict[str, dict[str, float]]:
@@ -331,7 +337,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[st
                 call(launches.table_tile(kernel))
                 timed = []
                 for tile in sound.get(kernel, []):
-                    ms = statistics.median(time_call(lambda call=call, tile=tile: call(tile)))
+                    ms = statistics.median(time_call(lambda call=call, tile=tile: call(tile), _TRIAL_S))
                     case = {"kernel": kernel, "shape": name, "tokens": tokens, "tile": dataclasses.asdict(tile)}
                     load = p.ids.numel() / launches.plan.num_experts
                     rate = launches.flops(kernel) / ms / 1e9

@@ -159,16 +159,20 @@ def test_what_the_tuner_said_is_what_was_dropped() -> None:
 
 def test_the_profile_tells_what_the_text_says() -> None:
     result = json.loads((ROOT / "profiles" / "results" / "h200" / "profile_train.json").read_text())
-    assert result["provenance"]["commit"] and f"{1 - result['unattributed_share']:.1%} of kernel time" in TEXT
+    assert result["provenance"]["commit"] and f"{1 - result['unattributed_share']:.2%} of kernel time told" in TEXT
+    assert result["waits"] == [] and "no host waits in a step" in TEXT
+    (traced,), (whole,) = (part["devices"] for part in (result, result["timing"]))
+    assert f"idle {whole['idle_share']:.1%} between whole replays, {traced['idle_share']:.1%} while" in TEXT
 
 
 def test_peers_are_where_the_text_puts_them() -> None:
     result = json.loads((ROOT / "profiles" / "results" / "h200" / "moe_block_peers.json").read_text())
-    ahead = {}
+    lead = {}
     for case in result["cases"]:
         times = {name: block["both"]["ms"] for name, block in case["blocks"].items()}
         assert all(times["staticmoe"] < ms for name, ms in times.items() if name != "staticmoe" and "Sonic" not in name)
-        ahead[case["shape"], case["tokens"]] = times["staticmoe"] / times["SonicMoE"] - 1
-    large = [f"{ahead[shape, 32768]:.0%}".rstrip("%") for shape in ("qwen3", "olmoe")]
-    assert f"ahead by {large[0]} and {large[1]}% on Qwen3 and OLMoE at 32768" in TEXT
-    assert abs(ahead["qwen3", 8192]) < 0.01 and ahead["olmoe", 8192] < 0
+        lead[case["shape"], case["tokens"]] = times["staticmoe"] / times["SonicMoE"] - 1
+    assert all(gap < 0 for (_, tokens), gap in lead.items() if tokens == 8192)
+    large = [f"{100 * lead[shape, 32768]:.1f}" for shape in ("qwen3", "olmoe", "mixtral")]
+    text = " ".join(TEXT.split())
+    assert f"by {large[0]}, {large[1]} and {large[2]}% on Qwen3, OLMoE and Mixtral" in text

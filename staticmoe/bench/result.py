@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from staticmoe.bench.blocks import ABSENT
-from staticmoe.bench.timing import REPLAYS, WARMUP
+from staticmoe.bench.timing import REPLAYS, SETTLE_S, TIMED_S
 from staticmoe.observe.nvml import gpu_facts
 
 
@@ -54,7 +54,7 @@ def provenance(device: torch.device, commit: str, absent: Sequence[str] = ABSENT
         "python": platform.python_version(),
         "commit": commit,
         "data": "normal; natural: normal logits; zipf: expert popularity 1/rank; one-hot: K experts take all tokens",
-        "protocol": f"CUDA graphs, {WARMUP} warm-up calls and replays, median of {REPLAYS} replays",
+        "protocol": f"CUDA graphs replayed for {SETTLE_S} s, then median over {TIMED_S} s or {REPLAYS} replays",
         "absent_peers": list(absent),
     }
 

@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, made_up in {
         "capture": capture,
         "milliseconds": milliseconds,
-        "ceiling": lambda device: 800.0,
+        "ceiling": lambda device, settle_s=0.3: 800.0,
         "why_not_captured": lambda block, p: None,
         "memory": lambda block, p, device: {"saved_gib": 0.0, "peak_gib": 0.0},
     }.items():

@@ -152,7 +152,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         log.append(True)
         return SimpleNamespace(replay=call)
 
-    made_up = {"capture": capture, "milliseconds": milliseconds, "ceiling": lambda device: 800.0}
+    made_up = {"capture": capture, "milliseconds": milliseconds, "ceiling": lambda device, settle_s=0.3: 800.0}
     for name in ("why_not_captured", "memory"):
         made_up[name] = lambda *arguments, name=name: {"saved_gib": 0.0, "peak_gib": 0.0} if name == "memory" else None
     for name, call in made_up.items():
