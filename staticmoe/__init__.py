@@ -16,6 +16,7 @@ from staticmoe.errors import (
     NonFiniteError,
     OptimizerError,
     ReplayError,
+    ReplicaError,
     SelfCheckError,
     StaticMoEError,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "OptimizerError",
     "Reason",
     "ReplayError",
+    "ReplicaError",
     "RunnerConfig",
     "SelfCheckError",
     "StaticMoE",

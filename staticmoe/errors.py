@@ -69,5 +69,9 @@ class NonFiniteError(StaticMoEError, RuntimeError):
     """Loss or gradient is not finite, under a policy that does not go on."""
 
 
+class ReplicaError(StaticMoEError, RuntimeError):
+    """Ranks that train together do not hold or do the same, or one of them is missing. Names what, and the ranks."""
+
+
 class ClosedError(StaticMoEError, RuntimeError):
     """The runner was closed, or a part of it was used after it was."""

@@ -45,6 +45,7 @@ class DevicePhase(enum.StrEnum):
     DACT = "dact"
     WEIGHT_GRAD = "weight_grad"
     TOKEN_GRAD = "token_grad"
+    EXCHANGE = "exchange"
     CLIP = "clip"
     OPTIMIZER = "optimizer"
     RECORD = "record"

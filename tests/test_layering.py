@@ -20,12 +20,13 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("ops",),
     ("functional",),
+    ("parallel",),
     ("moe",),
     ("capture",),
     ("optim",),
     ("observe",),
     ("runner",),
-    ("audit", "tune", "parallel", "profiling", "bench", "integrations", "demo"),
+    ("audit", "tune", "profiling", "bench", "integrations", "demo"),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
@@ -33,7 +34,7 @@ RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 LOW_FILES = {"staticmoe.runner.participants"}
 LOW_RANK = RANK["config"] + 0.5
 # What `from staticmoe import X` may be written by: rooms above everything that the package's front exports.
-ABOVE_FRONT = {"audit", "tune", "parallel", "profiling", "bench", "integrations", "demo", "cli"}
+ABOVE_FRONT = {"audit", "tune", "profiling", "bench", "integrations", "demo", "cli"}
 
 CAPTURED = ("moe", "ops", "reference", "kernels")
 HOST_READS = {"item", "cpu", "tolist", "nonzero", "masked_select", "bincount", "repeat_interleave"}

@@ -19,20 +19,36 @@ class DeferredStream:
 
     Work that raises loses all later work of the queue with it, as a faulting GPU stream does; the error
     comes out of the wait.
+
+    Attributes:
+        overtakes: see `Stream`; not where work no longer waits to be asked for.
     """
 
-    overtakes = True
-
     def __init__(self) -> None:
+        self.overtakes = True
+        self._failure: Exception | None = None
         self._queue: collections.deque[tuple[int, Callable[[], None], Callable[[], None] | None]] = collections.deque()
         self._launched = 0
         self._done = 0
 
     def launch(self, work: Callable[[], None], copy_out: Callable[[], None] | None = None) -> int:
-        """Append `work` and `copy_out`; nothing runs yet."""
+        """Append `work` and `copy_out`; nothing runs yet, unless it has to keep up."""
         self._launched += 1
         self._queue.append((self._launched, work, copy_out))
+        if not self.overtakes:
+            try:
+                self._run_until(self._launched)
+            except Exception as error:
+                self._failure = error
         return self._launched
+
+    def keep_up(self) -> None:
+        """From here on run work as it is launched.
+
+        For work that meets other ranks: one whose host stands in a barrier of the user's would never get to its work,
+        and keep a rank that asks for a result of the same step from ever coming to that barrier. A GPU works on.
+        """
+        self.overtakes = False
 
     def upload(self) -> Upload | None:
         """None: there is no other memory."""
@@ -44,6 +60,12 @@ class DeferredStream:
 
     def wait(self, ticket: int) -> None:
         """Run everything up to `ticket`."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self._run_until(ticket)
+
+    def _run_until(self, ticket: int) -> None:
         while self._queue and self._queue[0][0] <= ticket:
             number, work, copy_out = self._queue.popleft()
             try:
@@ -78,4 +100,6 @@ class EmulatedCapture:
         tape = Tape()
         with recorder(tape).watch():
             iteration()
+        if tape.has_collectives:
+            self.stream.keep_up()
         return tape

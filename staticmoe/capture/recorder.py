@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from staticmoe.capture import collectives
 from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowed
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
@@ -99,8 +101,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "profiler":
+        if func.namespace == "profiler" or collectives.is_wrapper(func):
             return func(*args, **kwargs)
+        if collectives.is_unfinished(types):
+            # It waits first, and comes by again as the plain tensor that it wraps.
+            return NotImplemented
         implementation = _python_implementation(func, args, kwargs)
         if implementation is not None:
             return self._run_implementation(func, implementation, args, kwargs)
@@ -227,6 +232,11 @@ class Recorder(TorchDispatchMode):
         if name in _EMPTY or torch.Tag.inplace_view in func.tags or not (fresh or writes):
             return
         recorded = [(position, tensor.detach()) for position, tensor in fresh]
+        if collectives.is_collective(func):
+            run = functools.partial(collectives.run_again, func, _without_history(args), _without_history(kwargs))
+            self._tape.append(Entry(run, tuple(recorded), str(func)))
+            self._tape.has_collectives = True
+            return
         self._tape.append(operation(func, _without_history(args), _without_history(kwargs), recorded))
 
     def _get_random_state(self, read: Any) -> Tensor:
@@ -320,7 +330,7 @@ _SILENT_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_no
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors that the operation writes."""
     name = _name(func)
-    written = tensors_in(args[3:5]) if name in _SILENT_BATCH_NORMS and args[5] else []
+    written = tensors_in(args[3:5]) if name in _SILENT_BATCH_NORMS and args[5] else collectives.written(func, args)
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -341,6 +351,8 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if name in _OVERWRITES:
         # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
         return tensors_in(args[0])
+    if collectives.is_collective(func):
+        return collectives.overwritten(func, args)
     return [
         tensor
         for argument in func._schema.arguments

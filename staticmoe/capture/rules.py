@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from staticmoe.capture import collectives
+
 aten = torch.ops.aten
 
 
@@ -64,9 +66,10 @@ def refusal(
     """
     if func in _READS:
         return Refusal(*_READS[func], MEND_READ)
-    if func.namespace in ("c10d", "_c10d_functional"):
-        why = "is a collective, which the emulated capture does not record yet"
-        return Refusal("SM503", why, "run with capture='off'")
+    if collectives.is_collective(func):
+        obstacle = collectives.obstacle(func, args)
+        mend = "leave it out, or exchange by a collective of all ranks (all_to_all, all_gather)"
+        return Refusal("SM503", obstacle, mend) if obstacle is not None else None
     name = func._schema.name.split("::")[-1]
     if name in _INDEXING:
         return _mask_index(name, args, is_literal)

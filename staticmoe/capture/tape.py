@@ -72,9 +72,13 @@ class Tape:
     recording made, so that storages stay where they are as in a CUDA graph. Memory that no operation overwrites
     whole is filled with NaN (floats) or out-of-range integers before each replay: what reads a value left there
     by an earlier replay shows.
+
+    Attributes:
+        has_collectives: a replay waits for other ranks.
     """
 
     def __init__(self) -> None:
+        self.has_collectives = False
         self.entries: list[Entry] = []
         self._owned: dict[int, Tensor] = {}
         self._poisoned: dict[int, tuple[Tensor, int]] = {}

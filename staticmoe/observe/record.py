@@ -1,14 +1,17 @@
 """The record of a step: one row of device memory, copied out once, read late. The only reader of device values.
 
-A row is int64 [W]: counters, then scalars (fp64 bits), then the participants' fields. The iteration writes
-the row and puts it into slot `slot` of a device ring; the stream copies that slot to the host behind it.
+A row is int64 [W]: counters, then scalars (fp64 bits), then the participants' fields, then, with several ranks, peaks.
+The iteration writes the row and puts it into slot `slot` of a device ring; the stream copies that slot to the host
+behind it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,16 +35,59 @@ class RecordLayout:
 
     Attributes:
         scalars: names of the fp64 values, in order.
-        fields: (participant, field, shape) of the int64 fields, in order.
+        fields: (participant, field, shape) of the int64 fields, in order; those of one participant stand together.
+        ranks: how many a step runs on; with more than one there are peaks.
     """
 
     scalars: tuple[str, ...]
     fields: tuple[tuple[str, str, tuple[int, ...]], ...]
+    ranks: int = 1
+
+    @property
+    def first_field(self) -> int:
+        """Where the fields begin in a row."""
+        return len(COUNTERS) + len(self.scalars)
+
+    @property
+    def first_peak(self) -> int:
+        """Where the peaks begin in a row."""
+        return self.first_field + sum(math.prod(shape) for _, _, shape in self.fields)
+
+    @property
+    def peaks(self) -> list[str]:
+        """Participants that a row has peaks of: those that count what was routed and what was kept."""
+        if self.ranks == 1:
+            return []
+        known: dict[str, set[str]] = {}
+        for participant, field, _ in self.fields:
+            known.setdefault(participant, set()).add(field)
+        return [participant for participant, fields in known.items() if {"routed", "kept"} <= fields]
 
     @property
     def width(self) -> int:
         """Elements of a row."""
-        return len(COUNTERS) + len(self.scalars) + sum(math.prod(shape) for _, _, shape in self.fields)
+        return self.first_peak + 3 * len(self.peaks)
+
+    def places(self) -> Iterator[tuple[str, str, slice, tuple[int, ...]]]:
+        """Participant, field, where it stands among the fields, and shape, in order."""
+        position = 0
+        for participant, field, shape in self.fields:
+            yield participant, field, slice(position, position + math.prod(shape)), shape
+            position += math.prod(shape)
+
+    def alike(self) -> list[tuple[int, int, tuple[slice, slice] | None]]:
+        """Runs of participants that have the same fields, in order: how many, elements of each, `routed` and `kept`."""
+        everyone = [
+            tuple((field, math.prod(shape)) for _, field, shape in group)
+            for _, group in itertools.groupby(self.fields, key=lambda one: one[0])
+        ]
+        runs: list[tuple[int, int, tuple[slice, slice] | None]] = []
+        for sizes, same in itertools.groupby(everyone):
+            ends = list(itertools.accumulate(size for _, size in sizes))
+            parts = {name: slice(end - size, end) for (name, size), end in zip(sizes, ends, strict=True)}
+            counted = (parts["routed"], parts["kept"]) if {"routed", "kept"} <= parts.keys() else None
+            runs.append((len(list(same)), ends[-1], counted))
+        return runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +102,9 @@ class Record:
         veto: the step committed nothing.
         committed: steps committed so far, this one included.
         scalars: name -> value.
-        fields: participant -> field -> flat list of ints.
+        fields: participant -> field -> flat list of ints; with several ranks this rank's own.
+        peaks: participant -> over all ranks, the most that was routed on one, the most that was routed to one element
+            of `routed` on one, and the most that was not kept on one; empty with one rank.
     """
 
     launch: int
@@ -67,6 +115,7 @@ class Record:
     committed: int
     scalars: dict[str, float]
     fields: dict[str, dict[str, list[int]]]
+    peaks: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
 class RecordRing:
@@ -84,14 +133,21 @@ class RecordRing:
         self.ring = torch.zeros(slots, layout.width, dtype=torch.int64, device=device)
         self._host = torch.zeros(slots, layout.width, dtype=torch.int64, pin_memory=device.type == "cuda")
 
+    @property
+    def fields(self) -> Tensor:
+        """All fields, a view of the row."""
+        return self.row[self.layout.first_field : self.layout.first_peak]
+
+    @property
+    def peaks(self) -> Tensor:
+        """[peaks,3], a view of the row; see `Record`."""
+        return self.row[self.layout.first_peak :].view(-1, 3)
+
     def field(self, participant: str, name: str) -> Tensor:
         """The int64 accumulator of a field, a view of the row in the declared shape."""
-        position = len(COUNTERS) + len(self.layout.scalars)
-        for owner, field, shape in self.layout.fields:
-            size = math.prod(shape)
+        for owner, field, part, shape in self.layout.places():
             if (owner, field) == (participant, name):
-                return self.row[position : position + size].view(shape)
-            position += size
+                return self.fields[part].view(shape)
         raise KeyError(f"no record field {name!r} of {participant!r}")
 
     def write(self, counters: list[Tensor], scalars: list[Tensor], slot: Tensor) -> None:
@@ -118,12 +174,10 @@ class RecordRing:
         counters = dict(zip(COUNTERS, row[:first].tolist(), strict=True))
         names = self.layout.scalars
         values = row[first : first + len(names)].view(torch.float64).tolist()
-        position = first + len(names)
+        counts, peaks = row[self.layout.first_field :].tolist(), row[self.layout.first_peak :].view(-1, 3).tolist()
         fields: dict[str, dict[str, list[int]]] = {}
-        for owner, field, shape in self.layout.fields:
-            size = math.prod(shape)
-            fields.setdefault(owner, {})[field] = row[position : position + size].tolist()
-            position += size
+        for owner, field, part, _ in self.layout.places():
+            fields.setdefault(owner, {})[field] = counts[part]
         return Record(
             launch=counters["launch"],
             attempt=counters["attempt"],
@@ -133,4 +187,5 @@ class RecordRing:
             committed=counters["committed"],
             scalars=dict(zip(names, values, strict=True)),
             fields=fields,
+            peaks=dict(zip(self.layout.peaks, peaks, strict=True)),
         )

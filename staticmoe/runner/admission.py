@@ -18,7 +18,7 @@ from staticmoe.runner.participants import StepParticipant, participant_of
 # Names, not types: importing the distributed wrappers to look for them costs a second.
 _WRAPPERS = {
     "OptimizedModule": "a torch.compile'd model; pass the model itself",
-    "DistributedDataParallel": "a DistributedDataParallel model; pass model.module (data parallelism is to come)",
+    "DistributedDataParallel": "a DistributedDataParallel model; pass model.module, and process_group= to the runner",
     "DataParallel": "a DataParallel model; pass model.module",
     "FullyShardedDataParallel": "an FSDP model; pass the model unsharded (sharding is not supported yet)",
     "FSDPModule": "an FSDP2 model; pass the model unsharded (sharding is not supported yet)",

@@ -20,6 +20,7 @@ from staticmoe.observe.device import Probe
 from staticmoe.observe.nvml import gpu_facts
 from staticmoe.optim.adapters import adapter_for
 from staticmoe.optim.outside import OutsideAdapter
+from staticmoe.parallel.replicas import Replicas
 from staticmoe.runner.admission import (
     admit_functions,
     admit_model,
@@ -30,6 +31,7 @@ from staticmoe.runner.admission import (
     mask_function,
     untrained,
 )
+from staticmoe.runner.alike import admit_replicas, obstacle_anywhere, together
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.family import Family
 from staticmoe.runner.forecast import Foresight, Memory, MemoryBook
@@ -52,9 +54,10 @@ class Assembly:
         model, optimizer, loss_fn, eval_fn, token_mask, scalars, config: as the runner was given them.
         shapes: of a micro-batch.
         flush: settles all steps in flight; called before anything is built.
+        replicas: the ranks whose steps are one step, or None for one rank.
 
     Raises:
-        ModelError, OptimizerError, ConfigError: nothing is bound then.
+        ModelError, OptimizerError, ConfigError, ReplicaError: nothing is bound then.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class Assembly:
         scalars: DeviceScalars | None,
         config: RunnerConfig,
         flush: Callable[[], None],
+        replicas: Replicas | None = None,
     ) -> None:
         self.config = config
+        self._replicas = replicas
         self.device = admit_model(model)
         mode = admit_options(config, self.device)
         participants = discover(model)
@@ -102,6 +107,8 @@ class Assembly:
             lambda: HostState(model, self._functions(self._eval_fn), ignored=frozenset({"training"})),
             None,
         )
+        if replicas is not None:
+            admit_replicas(replicas, model, optimizer, shapes, self.scalars, config, self.device)
         self._bindings = self._bind(participants)
         self._scratch = _scratch_fields(participants, self.device)
         self._regions = self._dense_regions()
@@ -217,6 +224,7 @@ class Assembly:
             device=self.device,
             scratch=self._scratch,
             regions=self._regions,
+            replicas=self._replicas,
         )
 
     def _inputs(self, shape: BatchShape, micro_batches: int) -> InputRing:
@@ -227,7 +235,8 @@ class Assembly:
 
     def _build_training(self, shape: BatchShape) -> Ladder:
         self._flush()
-        self._memory.admit(shape)
+        with together(self._replicas, "the memory of the training graphs"):
+            self._memory.admit(shape)
         # Now, not in the first step: a graph of a step that creates state would create it anew each time.
         self.adapter.create_state()
         self._provenance.declare(self.adapter.state_tensors, changing=True)
@@ -243,7 +252,7 @@ class Assembly:
             lambda factor: self._build_step(inputs, dataclasses.replace(config, capacity_factor=factor)),
             scope=config.capacity_scope,
             forecast=config.capacity_forecast,
-            obstacle=self._obstacle,
+            obstacle=lambda needed: obstacle_anywhere(self._replicas, self._obstacle(needed)),
         )
 
     def _obstacle(self, needed: int) -> str | None:
@@ -306,6 +315,8 @@ class Assembly:
 
     def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
         start = time.perf_counter()
+        with together(self._replicas, f"the {kind} graph", batch=inputs.shape, factor=wrapped.config.capacity_factor):
+            pass
         program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
         try:
             program.build(self._functions(loss_fn), self.config.max_in_flight + 1)

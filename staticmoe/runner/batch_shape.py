@@ -85,6 +85,9 @@ class BatchShape:
         if not any(leaf.kind == "tensor" for leaf in self.leaves):
             raise BatchError(f"example_batch: expected at least one tensor, got {type(example).__name__} without any")
 
+    def __str__(self) -> str:
+        return "; ".join(f"batch{leaf.path} {_words(leaf)}" for leaf in self.leaves)
+
     @property
     def example(self) -> list[Any]:
         """Values of the example, in leaf order."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import MemoryLimitError
+from staticmoe.observe.record import RecordLayout
 from staticmoe.optim.adapter import OptimizerAdapter
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.commit import Shadow
@@ -57,9 +58,13 @@ class _FakeInputs:
 class _NoRecord:
     """Takes a record and keeps nothing of it."""
 
-    def __init__(self, scratch: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def __init__(self, scratch: Mapping[str, Mapping[str, Tensor]], ranks: int = 1) -> None:
         self._scratch = scratch
         self.row = torch.zeros(1, dtype=torch.int64)
+        fields = [(name, field, t) for name, tensors in scratch.items() for field, t in tensors.items()]
+        self.layout = RecordLayout((), tuple((name, field, tuple(t.shape)) for name, field, t in fields), ranks)
+        self.fields = torch.cat([t.reshape(-1) for _, _, t in fields]) if fields else self.row[:0]
+        self.peaks = self.fields.new_zeros(len(self.layout.peaks), 3)
 
     def field(self, participant: str, name: str) -> Tensor:
         """The accumulator of a field."""
@@ -168,7 +173,8 @@ class Foresight:
             inputs.shown = 1
             iteration.probe()
             inputs.shown = shown
-        records: Any = _NoRecord(self.wrapped.scratch)
+        replicas = self.wrapped.replicas
+        records: Any = _NoRecord(self.wrapped.scratch, 1 if replicas is None else replicas.size)
         iteration.equip(records, Shadow([]))
         return iteration
 

@@ -187,5 +187,6 @@ class HostGuard:
         ]
         return (
             f"rows over capacity (capacity_factor={self._config.capacity_factor}, scope "
-            f"'{self._config.capacity_scope}'): {'; '.join(over)}; raise the factor, or use overflow='drop'"
+            f"'{self._config.capacity_scope}'): {'; '.join(over) or 'on another rank'}; raise the factor, or use "
+            "overflow='drop'"
         )

@@ -1,7 +1,7 @@
 """The Python of one iteration on static tensors: what a capture records, and `capture="off"` runs.
 
-Order: begin, forward and backward of each micro-batch, norm, guard, COMMIT (optimizer, participants,
-mutated buffers, counter), record. Letters: N micro-batches, P trained parameters.
+Order: begin, forward and backward of each micro-batch, with several ranks their exchange, norm, guard, COMMIT
+(optimizer, participants, mutated buffers, counter), record. Letters: N micro-batches, P trained parameters.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from staticmoe.config import RunnerConfig
 from staticmoe.errors import ConfigError, ModelError
 from staticmoe.observe.record import RecordRing
 from staticmoe.optim.adapter import OptimizerAdapter
+from staticmoe.parallel.replicas import Replicas
 from staticmoe.phases import DevicePhase, device_range
 from staticmoe.runner.commit import Shadow
 from staticmoe.runner.gradients import GradientSum
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
 from staticmoe.runner.inputs import InputRing
+from staticmoe.runner.joint import join_scalars, join_step, loss_weights
 from staticmoe.runner.participants import StepBinding, StepParticipant
 from staticmoe.runner.regions import Regions
 
@@ -47,6 +49,7 @@ class Wrapped:
         device: of everything.
         scratch: name -> field -> int64 tensor that takes the fields while no record exists yet.
         regions: parts of the model that are compiled, or None.
+        replicas: the ranks whose steps are one step, or None for one rank.
     """
 
     model: nn.Module
@@ -58,6 +61,7 @@ class Wrapped:
     device: torch.device
     scratch: Mapping[str, Mapping[str, Tensor]]
     regions: Regions | None = None
+    replicas: Replicas | None = None
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
@@ -182,15 +186,21 @@ class TrainIteration:
                 self._guard.begin()
                 self._shadow.save()
             loss, scalars, gradients = self._forward_backward()
+        values = [loss, *scalars.values()]
         with torch.no_grad():
+            replicas = self._wrapped.replicas
+            if replicas is not None:
+                with device_range(DevicePhase.EXCHANGE):
+                    values = join_step(replicas, self._guard.reasons, values, records, self._wrapped.bindings)
+                    gradients = replicas.add_up(gradients)
             with device_range(DevicePhase.CLIP):
                 norm = torch.nn.utils.get_total_norm(gradients)
-                self._guard.decide(loss, norm)
+                self._guard.decide(values[0], norm)
                 self.gradients = self._clipped(gradients, norm)
             with device_range(DevicePhase.OPTIMIZER):
                 self._commit(self.gradients)
             with device_range(DevicePhase.RECORD):
-                self._write(records, [loss, norm, *scalars.values()])
+                self._write(records, [values[0], norm, *values[1:]])
 
     def _write(self, records: RecordRing, values: list[Tensor]) -> None:
         launch, attempt, slot = self._inputs.control
@@ -203,6 +213,11 @@ class TrainIteration:
         limit = self._wrapped.config.max_grad_norm
         if limit is None:
             return gradients
+        scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        if self._wrapped.replicas is not None:
+            # Their sums over ranks lie side by side, in memory of their own.
+            torch._foreach_mul_(gradients, scale)
+            return gradients
         # Two parameters may have been given one tensor, or one value expanded to a shape; a user's own backward may
         # hand out a buffer of the model.
         model = self._wrapped.model
@@ -211,7 +226,7 @@ class TrainIteration:
             gradient if users[storage_key(gradient)] == 1 and gradient.is_contiguous() else gradient.clone()
             for gradient in gradients
         ]
-        torch._foreach_mul_(own, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_(own, scale)
         return own
 
     def _commit(self, gradients: list[Tensor]) -> None:
@@ -225,15 +240,14 @@ class TrainIteration:
     def _forward_backward(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         """Loss, scalars by name and P gradients, joined over micro-batches."""
         batches = self._inputs.batches
-        weights = self._weights(batches)
+        weights, shares = loss_weights(batches, self._wrapped.config.loss_reduction, self._wrapped.replicas)
         scalars: dict[str, Tensor] = {}
         total: Tensor | None = None
         self._sum.begin()
-        for batch, weight in zip(batches, weights, strict=True):
+        for batch, weight, share in zip(batches, weights, shares, strict=True):
             self._sum.enter()
             with device_range(DevicePhase.FORWARD):
                 loss, auxiliary, metrics = self._micro_batch(batch)
-            share = weight if self._wrapped.config.loss_reduction == "tokens" else 1 / len(batches)
             # A step may run, again or on a new variant, where its result is read: under the reader's no_grad.
             with torch.enable_grad(), device_range(DevicePhase.BACKWARD):
                 self._sum.add(loss * weight + auxiliary * share)
@@ -243,16 +257,6 @@ class TrainIteration:
                 scalars[name] = scalars[name] + value * share if name in scalars else value * share
         assert total is not None, "there is at least one micro-batch"
         return total, scalars, self._sum.end()
-
-    def _weights(self, batches: list[Any]) -> list[float | Tensor]:
-        """Factor of each micro-batch's loss."""
-        count, reduction = len(batches), self._wrapped.config.loss_reduction
-        if reduction != "tokens":
-            return [1.0 if reduction == "sum" else 1 / count] * count
-        if not all(isinstance(batch, dict) and "labels" in batch for batch in batches):
-            raise ConfigError("loss_reduction='tokens': expected a batch with 'labels' (-100: not counted), got none")
-        valid = torch.stack([(batch["labels"] != -100).sum() for batch in batches])
-        return list((valid / valid.sum().clamp(min=1)).unbind())
 
     def _micro_batch(self, batch: Any) -> tuple[Tensor, Tensor | float, dict[str, Tensor]]:
         """The user's loss, the participants' weighted losses, and the metrics of one micro-batch."""
@@ -308,10 +312,18 @@ class EvalIteration:
             records.row.zero_()
             with device_range(DevicePhase.FORWARD):
                 loss, metrics = self._forward()
+        values = [loss, *metrics.values()]
+        if self._wrapped.replicas is not None:
+            values = self._joint(self._wrapped.replicas, values)
         launch, attempt, slot = self._inputs.control
         zero = torch.zeros_like(launch)
         counters = [launch, attempt, zero, zero, zero, self._guard.committed]
-        records.write(counters, [loss, *metrics.values()], slot.reshape(1))
+        records.write(counters, values, slot.reshape(1))
+
+    def _joint(self, replicas: Replicas, values: list[Tensor]) -> list[Tensor]:
+        reduction = self._wrapped.config.loss_reduction
+        (weight,), (share,) = loss_weights(self._inputs.batches, reduction, replicas)
+        return join_scalars(replicas, [values[0] * weight, *(value * share for value in values[1:])])
 
     def _forward(self) -> tuple[Tensor, dict[str, Tensor]]:
         wrapped = self._wrapped

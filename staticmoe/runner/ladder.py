@@ -101,16 +101,18 @@ class Ladder:
     def required_factor(self, record: Record) -> float:
         """The capacity factor with which every layer would have kept all of its rows, up to the first that overflowed.
 
-        A lower bound with several micro-batches, whose counts the record sums up.
+        A lower bound with several micro-batches, whose counts the record sums up. With several ranks it is what the
+        one with the most rows needs, the same number on all of them.
         """
         needed = 0.0
         for name, fields in record.fields.items():
             balanced = self._assignments.get(name)
             if balanced and {"routed", "kept"} <= fields.keys():
                 routed = fields["routed"]
-                load = sum(routed) if self._scope == "rank" else max(routed) * len(routed)
-                needed = max(needed, load / balanced)
-                if sum(fields["kept"]) < sum(routed):
+                own = [sum(routed), max(routed), sum(routed) - sum(fields["kept"])]
+                total, largest, lost = record.peaks.get(name, own)
+                needed = max(needed, (total if self._scope == "rank" else largest * len(routed)) / balanced)
+                if lost:
                     break
         return needed
 

@@ -76,6 +76,7 @@ class Program:
         self.facts: dict[str, dict[str, int]] = {}
         self.capacity_factor = wrapped.config.capacity_factor
         self._wrapped = wrapped
+        self._replicas = wrapped.replicas
         self._iteration = iteration
         # What is captured: the iteration with its dense regions compiled.
         self._run: Callable[[], None] = wrapped.regions.around(iteration) if wrapped.regions else iteration
@@ -217,7 +218,9 @@ class Program:
             for name, tensors in self._wrapped.scratch.items()
             for field, tensor in tensors.items()
         )
-        self._records = RecordRing(RecordLayout(self._iteration.scalar_names, fields), slots, self._wrapped.device)
+        ranks = self._replicas.size if self._replicas is not None else 1
+        layout = RecordLayout(self._iteration.scalar_names, fields, ranks)
+        self._records = RecordRing(layout, slots, self._wrapped.device)
         shadow = Shadow(mutations)
         self._own = {"record row": self._records.row, "record ring": self._records.ring, **shadow.tensors}
         self._provenance.declare(self._own, changing=True)
@@ -284,19 +287,27 @@ class Program:
             plain = self._outcome(slot, self._run, lambda: self._iteration.gradients)
             replayed = self._outcome(slot, graph.replay, lambda: self._captured_gradients)
             differences = self._differences(plain, replayed)
-            if differences:
+            if self._somewhere(bool(differences)):
                 again = self._outcome(slot, self._run, lambda: self._iteration.gradients)
                 noise = self._differences(plain, again)
+                words = "; ".join(differences[:5]) or "what another rank says"
                 # Atomic adds differ in the last bits; a host value that changes from run to run differs in the first.
                 beyond_rounding = self._wrapped.device.type == "cpu" or _gap(plain[0], again[0]) > _ROUNDING
-                if not noise or (beyond_rounding and self._replays_agree(slot, graph, replayed)):
+                frozen = not self._somewhere(bool(noise))
+                if not frozen and self._somewhere(beyond_rounding):
+                    frozen = not self._somewhere(not self._replays_agree(slot, graph, replayed))
+                if frozen:
                     raise SelfCheckError(
-                        f"a replay differs from the uncaptured iteration in {'; '.join(differences[:5])}, and replays "
+                        f"a replay differs from the uncaptured iteration in {words}, and replays "
                         "agree with each other: something that the iteration reads on the host is frozen in the graph; "
                         "keep it in a buffer or in runner.scalars"
                     )
                 log.warning("self-check: uncaptured runs and replays vary alike, in %s", "; ".join(noise[:5]))
         self._iteration.gradients = []
+
+    def _somewhere(self, found: bool) -> bool:
+        """Whether it was found on any rank: what one runs again, all must."""
+        return found if self._replicas is None else self._replicas.agreement.any(found)
 
     def _replays_agree(self, slot: int, graph: Graph, replayed: tuple[Record, list[Tensor]]) -> bool:
         before = replayed[0], [gradient.clone() for gradient in replayed[1]]
@@ -321,7 +332,7 @@ class Program:
             for name, value in one[0].scalars.items()
             if not _same_float(value, other[0].scalars[name])
         ]
-        if one[0].fields != other[0].fields:
+        if (one[0].fields, one[0].peaks) != (other[0].fields, other[0].peaks):
             found.append("the participants' counts")
         for name, left, right in zip(self._iteration.gradient_names, one[1], other[1], strict=True):
             if not bool(((left == right) | (left.isnan() & right.isnan())).all()):

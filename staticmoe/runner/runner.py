@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -10,13 +11,16 @@ from types import TracebackType
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import ClosedError, ConfigError
 from staticmoe.observe.publisher import Publisher
 from staticmoe.observe.results import EvalResult, StepResult
+from staticmoe.parallel.replicas import Replicas
 from staticmoe.phases import HostPhase, host_range
+from staticmoe.runner.alike import own_options
 from staticmoe.runner.assembly import Assembly
 from staticmoe.runner.batch_shape import BatchShape, split_micro_batches
 from staticmoe.runner.family import Family
@@ -52,8 +56,13 @@ class StaticMoERunner:
         token_mask: which tokens are real, for every layer: a key of the batch, or batch -> bool tensor.
         scalars: device scalars that the loss function reads.
         config: options.
+        process_group: ranks that hold copies of the model and have batches of their own: W ranks of N micro-batches do
+            what one rank does with W·N. Then the constructor and every method but `scalars`, `profile`, `subscribe`
+            and `telemetry` is a call of all ranks, as is what recaptures: each must make it, in the same order. Losses
+            and metrics are joint; counts in `result.moe` and files are a rank's own. None: one rank.
 
     Raises:
+        ReplicaError: ranks were given, or hold, something different; on all of them.
         ModelError, OptimizerError, BatchError, ConfigError: something given cannot work; nothing is changed.
         CaptureError: the iteration cannot be captured; nothing is left behind.
         SelfCheckError: a replay differs from the uncaptured iteration.
@@ -70,20 +79,25 @@ class StaticMoERunner:
         token_mask: str | TokenMask | None = None,
         scalars: DeviceScalars | None = None,
         config: RunnerConfig | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self._closed: str | None = None
         config = config if config is not None else RunnerConfig()
-        examples = example_batch if type(example_batch) is list else [example_batch]
-        micro = config.gradient_accumulation_steps
-        shapes = [BatchShape(split_micro_batches(example, micro)[0]) for example in examples]
+        self._replicas = replicas = Replicas.of(process_group)
+        if replicas is not None:
+            config = own_options(replicas, config)
         self._step = 0
         self._hooks: StateHooks | None = None
-        self._host_guard = HostGuard(config)
-        self._publisher = Publisher(config)
-        self._profiling = Profiling(config.run_dir, self._capture_again, self.flush)
-        self._parts = parts = Assembly(
-            model, optimizer, shapes, loss_fn, eval_fn, token_mask, scalars, config, self.flush
-        )
+        with replicas.agreement.sharing_failures("StaticMoERunner") if replicas else contextlib.nullcontext():
+            examples = example_batch if type(example_batch) is list else [example_batch]
+            micro = config.gradient_accumulation_steps
+            shapes = [BatchShape(split_micro_batches(example, micro)[0]) for example in examples]
+            self._host_guard = HostGuard(config)
+            self._publisher = Publisher(config)
+            self._profiling = Profiling(config.run_dir, self._capture_again, self.flush)
+            self._parts = parts = Assembly(
+                model, optimizer, shapes, loss_fn, eval_fn, token_mask, scalars, config, self.flush, replicas
+            )
         self._flight = Flight(
             parts.capture.stream,
             config.max_in_flight,
@@ -231,7 +245,8 @@ class StaticMoERunner:
         self._profiling.request(steps)
 
     def _capture_again(self) -> None:
-        if self._parts.capture.name != "off":
+        # A window may be this rank's alone, and a capture is a call of all.
+        if self._parts.capture.name != "off" and self._replicas is None:
             self._parts.training.drop()
             self._parts.training.ladder(0)
             self._publisher.counts.recaptures += 1
