@@ -21,6 +21,8 @@ NONFINITE_POLICIES = ("skip", "raise")
 LOSS_REDUCTIONS = ("mean", "sum", "tokens")
 COMPILE_MODES = ("off", "blocks")
 AUDIT_MODES = ("error", "warn", "off")
+# Of files and memory: ranks that train together may differ in them.
+OWN_OPTIONS = frozenset({"run_dir", "layers_every", "experts_every", "rotate_bytes", "memory_limit_bytes"})
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from staticmoe.config import RunnerConfig
+from staticmoe.config import OWN_OPTIONS, RunnerConfig
 from staticmoe.parallel.replicas import Replicas
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.inputs import DeviceScalars
-
-# What concerns a rank's own files and memory.
-_OWN_OPTIONS = {"run_dir", "layers_every", "experts_every", "rotate_bytes", "memory_limit_bytes"}
 
 
 def own_options(replicas: Replicas, config: RunnerConfig) -> RunnerConfig:
@@ -46,7 +43,7 @@ def admit_replicas(
     facts = {
         "version of torch": torch.__version__,
         "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        **{name: repr(value) for name, value in vars(config).items() if name not in _OWN_OPTIONS},
+        **{name: repr(value) for name, value in vars(config).items() if name not in OWN_OPTIONS},
         **{f"shape {number} in example_batch": str(shape) for number, shape in enumerate(shapes)},
         "names of scalars": ", ".join(scalars),
         **{f"shape and dtype of {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()},

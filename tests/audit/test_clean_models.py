@@ -121,13 +121,14 @@ def test_every_declared_shape_and_the_evaluation_are_looked_at() -> None:
     assert all("return loss" in finding.source.text for finding in report.findings)
 
 
-def test_a_collective_is_named() -> None:
+def test_a_barrier_is_named_and_a_collective_is_not() -> None:
     import torch.distributed as dist
 
     def reduced(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         loss = language_loss(model, batch)[0]
         share = loss.detach().clone()
         dist.all_reduce(share)
+        dist.barrier()
         return loss + 0 * share
 
     model = Stack()
@@ -139,4 +140,4 @@ def test_a_collective_is_named() -> None:
         )
     finally:
         dist.destroy_process_group()
-    assert [(f.code, f.source.text) for f in report.findings] == [("SM503", "dist.all_reduce(share)")]
+    assert [(f.code, f.source.text) for f in report.findings] == [("SM503", "dist.barrier()")]

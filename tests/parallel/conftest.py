@@ -26,6 +26,7 @@ class Ranks:
     """The processes; `folder` takes the files by which their groups find each other."""
 
     def __init__(self, folder: Path) -> None:
+        self.answered: dict[str, list[Any]] = {}
         self._folder = folder
         self._calls = 0
         self._running: list[subprocess.Popen[bytes]] = []
@@ -96,6 +97,19 @@ def on_ranks(processes: Ranks, request: pytest.FixtureRequest) -> Callable[..., 
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
         assert not errors, "\n".join(errors)
         return [result for _, result in answers]
+
+    return run
+
+
+@pytest.fixture
+def once_on_ranks(processes: Ranks, on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Like `on_ranks`, and the same call of another test is not made again."""
+
+    def run(function: str, **arguments: Any) -> list[Any]:
+        key = f"{function} {arguments}"
+        if key not in processes.answered:
+            processes.answered[key] = on_ranks(function, **arguments)
+        return processes.answered[key]
 
     return run
 

@@ -74,7 +74,9 @@ def train(micro: int = 1, read: bool = False, late: bool = False, **options: Any
     """52 steps; `read`: rank 0 alone reads each result, and then all meet; `late`: rank 1 comes seconds late."""
     rank, (model, optimizer) = dist.get_rank(), build()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    config = RunnerConfig(max_grad_norm=1.0, gradient_accumulation_steps=micro, max_rerun_fraction=1.0, **options)
+    config = RunnerConfig(
+        max_grad_norm=1.0, gradient_accumulation_steps=micro, max_rerun_fraction=1.0, capture_warmup_iters=1, **options
+    )
 
     def given(step: int) -> Any:
         batches = MicroBatches([batch_of(step, rank, number) for number in range(micro)])
@@ -138,11 +140,11 @@ def agree(runs: list[dict[str, Any]], what: tuple[str, ...] = JOINT) -> list[str
     ids=["plain", "accumulation", "one rank reads", "one rank is late", "ladder", "forecast", "uncaptured"],
 )
 def test_an_overflow_on_one_rank_runs_both_again_and_loses_nothing(
-    on_ranks: Callable[..., list[Any]], options: dict[str, Any]
+    on_ranks: Callable[..., list[Any]], once_on_ranks: Callable[..., list[Any]], options: dict[str, Any]
 ) -> None:
     """Rank 0 overflows in the skewed steps and rank 1 never does: bitwise the dropless run of the two."""
     narrow = on_ranks("train", **options)
-    wide = on_ranks("train", micro=options.get("micro", 1))
+    wide = once_on_ranks("train", micro=options.get("micro", 1))
     assert agree(narrow) == agree(wide) == []
     for one, other in zip(narrow, wide, strict=True):
         assert not agree([one, other], ("model", "optimizer", "loads"))
@@ -209,7 +211,7 @@ def test_an_overflow_on_one_rank_meets_its_policy_on_both(on_ranks: Callable[...
         assert bool(run["errors"]) == (overflow == "raise")
     if overflow == "raise":
         assert [error[:2] for error in runs[0]["errors"]] == [error[:2] for error in runs[1]["errors"]]
-        assert "'first' kept" in runs[0]["errors"][0][2] and "on another rank" in runs[1]["errors"][0][2]
+        assert "kept 27 of 32" in runs[0]["errors"][0][2] and "on another rank" in runs[1]["errors"][0][2]
 
 
 def plain(reduction: str, micro: int, steps: int, joint: bool) -> dict[str, Any]:
@@ -290,12 +292,14 @@ def everything() -> dict[str, Any]:
     ) as runner:  # fmt: skip
         results = [runner.step(batch_of(step, rank)) for step in range(4)]
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), runner.state_dict()))
+        random_state = torch.get_rng_state()
         later = [runner.step(batch_of(step, rank)).loss for step in range(4, 8)]
         runner.synchronize()
         losses = [runner.evaluate(batch_of(20, rank)).loss]
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         runner.load_state_dict(saved[2])
+        torch.set_rng_state(random_state)
         again = [runner.step(batch_of(step, rank)).loss for step in range(4, 8)]
         runner.recapture()
         runner.set_capacity_factor(None)
@@ -315,7 +319,7 @@ def test_checkpoints_evaluations_and_recaptures(on_ranks: Callable[..., list[Any
     runs = on_ranks("everything")
     assert not agree(runs, ("model", "optimizer", "losses"))
     later, again = runs[0]["repeated"]
-    assert len(later) == len(again) == 4
+    assert later == again, "from a checkpoint the run goes on as it had"
     assert runs[0]["gradients"], "the rehearsal knows what ranks exchange"
 
 

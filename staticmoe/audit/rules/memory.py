@@ -19,9 +19,10 @@ ENTRIES = (
         "y = a.to_sparse() @ x", "y = a @ x",
     ),
     Entry(
-        "SM503", "error", "a collective in the emulated capture",
-        "Waiting for a collective is no operation, so a replay on the CPU would read too early.",
-        "Run with capture='off' on the CPU, or capture on GPUs.",
-        "RunnerConfig(capture='emulate')", "RunnerConfig(capture='off')",
+        "SM503", "error", "a barrier, or on the CPU a message to one rank",
+        "At a barrier the host waits, which no replay does. A replay on the CPU waits for each message where it "
+        "stands: two ranks that first send and then receive would wait for each other.",
+        "Leave a barrier out: a collective waits for its data anyhow. Exchange by a collective of all ranks.",
+        "dist.isend(x, 1)", "dist.all_to_all_single(y, x)",
     ),
 )  # fmt: skip
