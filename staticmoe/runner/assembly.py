@@ -253,6 +253,7 @@ class Assembly:
             scope=config.capacity_scope,
             forecast=config.capacity_forecast,
             obstacle=lambda needed: obstacle_anywhere(self._replicas, self._obstacle(needed)),
+            lag=0 if self._replicas is None else config.max_in_flight,
         )
 
     def _obstacle(self, needed: int) -> str | None:

@@ -39,6 +39,7 @@ class Flight:
         publisher: takes each record.
         versions: a number that changes when somebody writes a trained parameter.
         broken: called with the error of a replay that failed half-way.
+        joint: the step is one with those of other ranks, whose hosts may read results later than this one.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Flight:
         publisher: Publisher,
         versions: Callable[[], int],
         broken: Callable[[BaseException], None],
+        *,
+        joint: bool = False,
     ) -> None:
         self._stream = stream
         self._limit = limit
@@ -58,6 +61,7 @@ class Flight:
         self._publisher = publisher
         self._versions = versions
         self._broken = broken
+        self._joint = joint
         self._pending: collections.deque[_Pending] = collections.deque()
         self._launches = 0
         self._seen_versions = 0
@@ -128,6 +132,8 @@ class Flight:
         self._wait(pending.ticket)
         record, program = pending.program.records.read(pending.slot), pending.program
         training, causes = not isinstance(pending.result, EvalResult), Reason(0)
+        if self._joint and training and not record.void and self._host_guard.halts(record):
+            self._let_others_pass(pending)
         if training and self._host_guard.wants_rerun(record):
             record, program, causes = self._rerun(pending, record)
         self._pending.popleft()
@@ -155,6 +161,16 @@ class Flight:
             self.flush()
             self._device_guard.halted.zero_()
         raise refusal
+
+    def _let_others_pass(self, halting: _Pending) -> None:
+        """Replay `halting` in place of the void steps that are not launched here, as they are where nobody asked early.
+
+        Behind a step that halts, every rank replays up to the fixed point of its host, and what a replay exchanges must
+        meet what the others exchange in theirs. Such a replay is void, and its record is not read.
+        """
+        for _ in range(self._limit - len(self._pending)):
+            self._publisher.counts.replays += 1
+            self._wait(self._stream.launch(lambda: halting.program.run(halting.slot)))
 
     def _rerun(self, pending: _Pending, record: Record) -> tuple[Record, Program, Reason]:
         """Run the oldest step again where it fits, then those after it, which were void; none of them is lost.

@@ -42,6 +42,8 @@ class Ladder:
         scope: "rank" or "expert".
         forecast: start a step on the variant that would have done for the last records, instead of on the lowest.
         obstacle: what stands in the way of capturing a variant of so many bytes now, or None.
+        lag: steps before the one that starts whose records the forecast leaves out, though they may have arrived: with
+            several ranks those that another rank's host may not have read.
     """
 
     def __init__(
@@ -53,13 +55,15 @@ class Ladder:
         scope: str = "rank",
         forecast: bool = False,
         obstacle: Callable[[int], str | None] = lambda needed: None,
+        lag: int = 0,
     ) -> None:
         self._rungs = [_Rung(lowest.capacity_factor, lowest), *(_Rung(factor) for factor in factors)]
         self._build = build
         self._scope = scope
         self._forecast = forecast
         self._obstacle = obstacle
-        self._needed: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
+        self._lag = lag
+        self._needed: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED + lag)
         if factors:
             self._rungs[-1].program = self._made(self._rungs[-1])
         # Participant -> T·K of a step, masked tokens included: the rows of a dropless variant.
@@ -73,11 +77,12 @@ class Ladder:
         """The variants that are captured, ascending."""
         return [rung.program for rung in self._rungs if rung.program is not None]
 
-    def start(self) -> Program:
-        """The variant for the next step; the lowest, save with a forecast. Never captures."""
-        if not self._forecast or not self._needed:
+    def start(self, step: int = 0) -> Program:
+        """The variant for `step`; the lowest, save with a forecast. Never captures."""
+        known = [needed for number, needed in self._needed if number <= step - self._lag][-_REMEMBERED:]
+        if not self._forecast or not known:
             return self.programs[0]
-        fitting = (program for program in self.programs if self._fits(program.capacity_factor, max(self._needed)))
+        fitting = (program for program in self.programs if self._fits(program.capacity_factor, max(known)))
         return next(fitting, self.programs[-1])
 
     def above(self, program: Program, record: Record) -> Program | None:
@@ -96,7 +101,7 @@ class Ladder:
     def note(self, record: Record) -> None:
         """Take the record of a step that ran to its end, for the forecast."""
         if self._forecast:
-            self._needed.append(self.required_factor(record))
+            self._needed.append((record.launch, self.required_factor(record)))
 
     def required_factor(self, record: Record) -> float:
         """The capacity factor with which every layer would have kept all of its rows, up to the first that overflowed.

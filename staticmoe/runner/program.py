@@ -210,9 +210,10 @@ class Program:
         mutations = [mutation for key, mutation in self._provenance.mutated.items() if key not in own]
         restore(mutations)
         if mutations:
-            log.info(
-                "shadowed under veto: %s", ", ".join(mutation.name or "an unnamed tensor" for mutation in mutations)
-            )
+            names = ", ".join(mutation.name or "an unnamed tensor" for mutation in mutations)
+            log.info("shadowed under veto: %s", names)
+            if self._replicas is not None:
+                log.warning("the forward writes what each rank keeps for itself, as batch statistics are: %s", names)
         fields = tuple(
             (name, field, tuple(tensor.shape))
             for name, tensors in self._wrapped.scratch.items()

@@ -59,7 +59,8 @@ class StaticMoERunner:
         process_group: ranks that hold copies of the model and have batches of their own: W ranks of N micro-batches do
             what one rank does with W·N. Then the constructor and every method but `scalars`, `profile`, `subscribe`
             and `telemetry` is a call of all ranks, as is what recaptures: each must make it, in the same order. Losses
-            and metrics are joint; counts in `result.moe` and files are a rank's own. None: one rank.
+            and metrics are joint; counts in `result.moe` and files are a rank's own. A rank may read a result that
+            others do not read; it may have to wait for them, so call `synchronize` before a barrier. None: one rank.
 
     Raises:
         ReplicaError: ranks were given, or hold, something different; on all of them.
@@ -106,6 +107,7 @@ class StaticMoERunner:
             self._publisher,
             parts.versions,
             self._break,
+            joint=replicas is not None,
         )
         try:
             parts.training.ladder(0)
@@ -162,7 +164,7 @@ class StaticMoERunner:
         with self._publisher.clock.waiting():
             self._flight.make_room()
         ladder = self._parts.training.ladder(number)
-        program = ladder.start()
+        program = ladder.start(step)
         result = StepResult(step, self._flight.settle_until)
         slot = self._prepare(program, values, step, seed=self._parts.capture.seeds.draw())
         if recheck:

@@ -71,7 +71,7 @@ def left(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def train(micro: int = 1, read: bool = False, late: bool = False, **options: Any) -> dict[str, Any]:
-    """52 steps; `read`: rank 0 alone reads each result, and then all meet; `late`: rank 1 comes seconds late."""
+    """52 steps; `read`: rank 0 alone reads each result, at times all meet; `late`: rank 1 comes seconds late."""
     rank, (model, optimizer) = dist.get_rank(), build()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
     config = RunnerConfig(
@@ -96,6 +96,7 @@ def train(micro: int = 1, read: bool = False, late: bool = False, **options: Any
             if read and rank == 0:
                 float(results[-1].loss)
             if read and step % 5 == 0:
+                runner.synchronize()
                 dist.barrier()
         totals = runner.telemetry()
         return {
@@ -132,12 +133,22 @@ def agree(runs: list[dict[str, Any]], what: tuple[str, ...] = JOINT) -> list[str
         NARROW,
         NARROW | {"micro": 2},
         NARROW | {"max_in_flight": 1, "read": True},
+        NARROW | {"max_in_flight": 3, "read": True},
         NARROW | {"max_in_flight": 4, "late": True},
         NARROW | {"capacity_ladder": (2.8, 3.0, 3.6)},
-        NARROW | {"capacity_ladder": (2.8, 3.0, 3.6), "capacity_forecast": True},
+        NARROW | {"capacity_ladder": (2.8, 3.0, 3.6), "capacity_forecast": True, "read": True},
         NARROW | {"capture": "off"},
     ],
-    ids=["plain", "accumulation", "one rank reads", "one rank is late", "ladder", "forecast", "uncaptured"],
+    ids=[
+        "plain",
+        "accumulation",
+        "one rank reads, one in flight",
+        "one rank reads, three in flight",
+        "one rank is late",
+        "ladder",
+        "forecast",
+        "uncaptured",
+    ],
 )
 def test_an_overflow_on_one_rank_runs_both_again_and_loses_nothing(
     on_ranks: Callable[..., list[Any]], once_on_ranks: Callable[..., list[Any]], options: dict[str, Any]
