@@ -98,6 +98,7 @@ def train(micro: int = 1, read: bool = False, late: bool = False, **options: Any
             if read and step % 5 == 0:
                 runner.synchronize()
                 dist.barrier()
+        runner.synchronize()
         totals = runner.telemetry()
         return {
             **left(model, optimizer),
@@ -153,7 +154,7 @@ def agree(runs: list[dict[str, Any]], what: tuple[str, ...] = JOINT) -> list[str
 def test_an_overflow_on_one_rank_runs_both_again_and_loses_nothing(
     on_ranks: Callable[..., list[Any]], once_on_ranks: Callable[..., list[Any]], options: dict[str, Any]
 ) -> None:
-    """Rank 0 overflows in the skewed steps and rank 1 never does: bitwise the dropless run of the two."""
+    """Rank 0 overflows in the skewed steps, and rank 1 has no such: bitwise the dropless run of the two."""
     narrow = on_ranks("train", **options)
     wide = once_on_ranks("train", micro=options.get("micro", 1))
     assert agree(narrow) == agree(wide) == []
