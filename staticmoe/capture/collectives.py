@@ -33,7 +33,7 @@ def is_wrapper(func: Any) -> bool:
 
 def is_unfinished(kinds: Any) -> bool:
     """Whether one of these tensor types waits, when it is used, for the collective that it comes from."""
-    # By name: importing it would import all of torch.distributed.
+    # By name: its module is a private one.
     return any(kind.__name__ == "AsyncCollectiveTensor" for kind in kinds)
 
 

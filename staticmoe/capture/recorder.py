@@ -351,9 +351,7 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if name in _OVERWRITES:
         # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
         return tensors_in(args[0])
-    if collectives.is_collective(func):
-        return collectives.overwritten(func, args)
-    return [
+    return collectives.overwritten(func, args) + [
         tensor
         for argument in func._schema.arguments
         if argument.is_out

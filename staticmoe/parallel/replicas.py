@@ -76,7 +76,7 @@ class Replicas:
         Raises:
             ConfigError: the group has none that a captured iteration could use.
         """
-        wanted = _BACKENDS[device.type]
+        wanted = _BACKENDS.get(device.type, "nccl")
         try:
             backend = self._group._get_backend(device).name()
         except RuntimeError as error:
