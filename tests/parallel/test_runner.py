@@ -335,6 +335,27 @@ def test_checkpoints_evaluations_and_recaptures(on_ranks: Callable[..., list[Any
     assert runs[0]["gradients"], "the rehearsal knows what ranks exchange"
 
 
+def read_before_a_barrier() -> list[float]:
+    """Rank 0 reads each result before it comes to the barrier where rank 1 waits."""
+    rank, (model, optimizer) = dist.get_rank(), build()
+    with StaticMoERunner(
+        model, optimizer, example_batch=batch_of(1, rank), loss_fn=loss_fn, process_group=dist.group.WORLD
+    ) as runner:
+        results = []
+        for step in range(4):
+            results.append(runner.step(batch_of(step, rank)))
+            if rank == 0:
+                float(results[-1].loss)
+            dist.barrier()
+        return [result.loss for result in results]
+
+
+def test_a_step_goes_on_while_its_rank_waits_for_the_other(on_ranks: Callable[..., list[Any]]) -> None:
+    """As on a GPU: launched is launched, whatever the host does behind it."""
+    first, second = on_ranks("read_before_a_barrier")
+    assert first == second
+
+
 def outlived() -> bool:
     """A runner that nobody closes, whose group is destroyed under it."""
     rank, (model, optimizer) = dist.get_rank(), build()
