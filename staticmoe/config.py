@@ -23,6 +23,7 @@ COMPILE_MODES = ("off", "blocks")
 AUDIT_MODES = ("error", "warn", "off")
 # Of files and memory: ranks that train together may differ in them.
 OWN_OPTIONS = frozenset({"run_dir", "layers_every", "experts_every", "rotate_bytes", "memory_limit_bytes"})
+CHANGE_POLICIES = ("recapture", "raise")
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -98,6 +99,10 @@ class RunnerConfig:
         max_in_flight: steps that may be launched and not yet known to have committed.
         self_check: replay once, vetoed, and compare with the uncaptured iteration before the first step.
         recheck_every: repeat that comparison every N steps; 0 never.
+        on_change: what a step does that finds changed what the graph holds frozen (an attribute that the recording
+            read, a parameter's memory, a hook, and so on): "recapture" captures anew, with a warning that names it, and
+            the third time for one cause is an error; "raise" is an error at once, until it is as it was, or
+            `recapture()` is called.
         audit: "error" refuses what would not capture, "warn" logs it and captures all the same, "off" does not look.
         memory_limit_bytes: a forecast above this is refused before anything is captured; None: on a GPU what is free
             there and what torch already holds for this process, on a CPU no limit.
@@ -131,6 +136,7 @@ class RunnerConfig:
     max_in_flight: int = 2
     self_check: bool = True
     recheck_every: int = 0
+    on_change: str = "recapture"
     audit: str = "error"
     memory_limit_bytes: int | None = None
     run_dir: str | Path | None = None
@@ -145,6 +151,7 @@ class RunnerConfig:
         _choice("nonfinite", self.nonfinite, NONFINITE_POLICIES)
         _choice("compile", self.compile, COMPILE_MODES)
         _choice("audit", self.audit, AUDIT_MODES)
+        _choice("on_change", self.on_change, CHANGE_POLICIES)
         _positive_factor("eval_capacity_factor", self.eval_capacity_factor)
         self._check_ladder()
         _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)

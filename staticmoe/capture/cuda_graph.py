@@ -182,7 +182,7 @@ class CudaGraphCapture:
         """
         gc.collect()
         torch.cuda.synchronize(self._device)
-        before = self._pool_bytes()
+        before = self.pool_bytes()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
@@ -196,10 +196,10 @@ class CudaGraphCapture:
                 ) from error
             raise
         torch.cuda.synchronize(self._device)
-        return CudaGraph(graph, self._pool_bytes() - before)
+        return CudaGraph(graph, self.pool_bytes() - before)
 
-    def _pool_bytes(self) -> int:
-        """Bytes that the graphs' pool holds."""
+    def pool_bytes(self) -> int:
+        """Bytes that the graphs' private pool holds."""
         segments = torch.cuda.memory_snapshot()
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 

@@ -11,16 +11,14 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy
 
 from staticmoe.capture.findings import Finding, Findings
-from staticmoe.capture.source import _SKIPPED, Source
+from staticmoe.capture.source import Source, is_users
 
-_LIBRARY = str(Path(random.__file__).parent)
 _MEND = "draw with torch on the device, or draw outside and hand the number in with the batch or by runner.scalars"
 
 
@@ -118,9 +116,7 @@ class _Line:
 
 def _is_users(frame: FrameType) -> bool:
     """Whether a frame is of the user's: random.sample, say, draws in a line of Python's own library."""
-    file = frame.f_code.co_filename
-    library = file.startswith(_LIBRARY) and "-packages" not in file[len(_LIBRARY) :]
-    return not library and not file.startswith(_SKIPPED)
+    return is_users(frame.f_code.co_filename)
 
 
 @contextlib.contextmanager

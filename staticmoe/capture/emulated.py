@@ -88,6 +88,10 @@ class EmulatedCapture:
         self.stream = DeferredStream()
         self.seeds = StepSeeds(torch.device("cpu"))
 
+    def pool_bytes(self) -> int:
+        """0: there is no pool that could grow."""
+        return 0
+
     def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
         """Nothing to prepare."""
 

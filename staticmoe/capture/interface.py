@@ -80,6 +80,9 @@ class Capture(Protocol):
             CaptureError: with nothing left behind.
         """
 
+    def pool_bytes(self) -> int:
+        """Bytes that the memory of all its graphs holds. On a GPU it asks the allocator for all it knows: slow."""
+
     def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
         """Make trained parameters ready for a capture; called before the iterations that precede it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import linecache
+import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _SKIPPED = (_TORCH, _PACKAGE, contextlib.__file__, "<frozen", "<string>")
+_LIBRARY = str(Path(random.__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,12 @@ class Source:
         if self.node:
             where += f" (in the backward of {self.node})"
         return f"{where} in module '{self.module}'" if self.module else where
+
+
+def is_users(file: str) -> bool:
+    """Whether code in `file` is neither torch's, this package's nor of Python's own library."""
+    library = file.startswith(_LIBRARY) and "-packages" not in file[len(_LIBRARY) :]
+    return not library and not file.startswith(_SKIPPED)
 
 
 def locate(modules: Mapping[int, str]) -> Source:

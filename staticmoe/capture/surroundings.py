@@ -5,14 +5,13 @@ Both stand still in a replay: it runs the operations, and none of the Python.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from staticmoe.capture.change import Change
 from staticmoe.capture.draws import HostDraws
 from staticmoe.capture.findings import Finding, Findings
 from staticmoe.capture.holders import Held, Lines, describe, held
@@ -20,42 +19,8 @@ from staticmoe.capture.holders import Held, Lines, describe, held
 _MEND = "keep such state in a buffer that is updated in place, or in runner.scalars"
 _MEND_REBOUND = "register a buffer and write it in place: self.x.mul_(0.9).add_(y), self.x.copy_(y)"
 _MEND_KEPT = "return it as a metric of the loss function, or copy it into a buffer in place"
-_MODULE = re.compile(r"module '(.*?)' attribute '(.*?)'")
-# Where torch keeps what reads like an attribute.
-_BOOKS = ("_parameters", "_buffers")
-_NAMED = re.compile(r"'([^']*)'(?=: | was |$)")
-_REPLACED = re.compile(r"^(.*?)\.?([^.\s]+) (?:was replaced by another tensor|has other storage)")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """A described change, taken apart: name and module path (None: a variable), and whether a number changed."""
-
-    text: str
-    name: str
-    module: str | None
-    number: bool
-    inside: bool
-
-    @classmethod
-    def of(cls, text: str) -> _Change:
-        replaced = _REPLACED.match(text)
-        if replaced is not None:
-            return cls(text, replaced[2], replaced[1], False, False)
-        number, inside = " -> " in text, "entry '" in text
-        attribute = _MODULE.match(text)
-        if attribute is not None and attribute[2] in _BOOKS:
-            entry = _NAMED.search(text)
-            return cls(text, entry[1] if entry is not None else "", attribute[1], number, False)
-        if attribute is not None:
-            return cls(text, attribute[2], attribute[1], number, inside)
-        named = _NAMED.search(text)
-        return cls(text, named[1] if named is not None else "", None, number, inside)
-
-    @property
-    def code(self) -> str:
-        """Of a number: an attribute, a variable, or something in a container."""
-        return "SM203" if self.inside else "SM202" if self.module is None else "SM201"
+# What a replay holds and an iteration can change beside its operations; submodules and hooks it only reads.
+_STATE = frozenset({"attribute", "variable", "entry", "parameter", "buffer", "storage", "requires_grad"})
 
 
 class Surroundings:
@@ -84,31 +49,34 @@ class Surroundings:
         self._findings = findings
         self._lines = Lines(model, functions)
 
-    def judge(self, changes: Sequence[str]) -> None:
-        """Add what the latest iteration changed, as a `HostState` describes it, and what containers kept of it."""
-        for change in map(_Change.of, changes):
-            if change.number:
-                self._add_number(change)
-            else:
-                self._add_tensor(change)
+    def judge(self, changes: Sequence[Change]) -> None:
+        """Add what the latest iteration changed, as a `HostState` found it, and what containers kept of it."""
+        for change in changes:
+            if change.kind in _STATE:
+                self._add(change)
         for one in held(self._model, self._functions):
             if one.inside and one.tensor.layout == torch.strided and self._findings.is_fresh(one.tensor):
                 self._add_kept(one)
 
-    def _add_number(self, change: _Change) -> None:
-        source = self._lines.storing(change.name, change.module)
-        why = f"the iteration changes Python state that a replay would not change: {change.text}"
-        self._findings.add(Finding(change.code, why, _MEND, source))
-
-    def _add_tensor(self, change: _Change) -> None:
-        """A name bound to another tensor: state that is read again, or a result that is kept."""
-        stale = self._findings.take_stale(describe(change.name, change.module))
-        if stale is not None or self._lines.reads(change.name, change.module):
-            code, mend = "SM301", _MEND_REBOUND
+    def _add(self, change: Change) -> None:
+        name = change.name
+        if change.kind == "entry" and change.module is None:
+            # The line that stores it names the entry, not the container.
+            name = str(change.entry)
+        if change.is_number and change.kind != "requires_grad":
+            inside = "SM203" if change.kind == "entry" else "SM201"
+            code, mend = ("SM202" if change.kind != "entry" and change.module is None else inside), _MEND
         else:
-            code, mend = "SM303", _MEND_KEPT
-        why = f"the iteration changes Python state that a replay would not change: {change.text}"
-        self._findings.add(Finding(code, why, mend, self._lines.storing(change.name, change.module)))
+            code, mend = self._of_tensor(name, change.module)
+        why = f"the iteration changes Python state that a replay would not change: {change}"
+        self._findings.add(Finding(code, why, mend, self._lines.storing(name, change.module)))
+
+    def _of_tensor(self, name: str, module: str | None) -> tuple[str, str]:
+        """Code and mend of a name bound to another tensor: state that is read again, or a result that is kept."""
+        stale = self._findings.take_stale(describe(name, module))
+        if stale is not None or self._lines.reads(name, module):
+            return "SM301", _MEND_REBOUND
+        return "SM303", _MEND_KEPT
 
     def _add_kept(self, one: Held) -> None:
         why = f"{one} keeps a result of the iteration, which the next replay overwrites"

@@ -50,6 +50,10 @@ class Uncaptured:
         self.stream: Stream = CudaStream(device) if device.type == "cuda" else ImmediateStream()
         self.seeds = StepSeeds(device)
 
+    def pool_bytes(self) -> int:
+        """0: there is no pool that could grow."""
+        return 0
+
     def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
         """Nothing to prepare."""
 

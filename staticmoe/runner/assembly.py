@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from staticmoe.capture import Capture, CudaGraphCapture, EmulatedCapture, Provenance, Uncaptured
 from staticmoe.capture.findings import Finding
+from staticmoe.capture.ran import RanCode
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import AuditError, CaptureError
 from staticmoe.observe.device import Probe
@@ -33,16 +34,18 @@ from staticmoe.runner.admission import (
 )
 from staticmoe.runner.alike import admit_replicas, obstacle_anywhere, together
 from staticmoe.runner.batch_shape import BatchShape
+from staticmoe.runner.beside import Beside
 from staticmoe.runner.family import Family
 from staticmoe.runner.forecast import Foresight, Memory, MemoryBook
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
 from staticmoe.runner.inputs import DeviceScalars, InputRing
 from staticmoe.runner.iteration import EvalIteration, LossFn, TokenMask, TrainIteration, Wrapped
 from staticmoe.runner.ladder import Ladder
-from staticmoe.runner.participants import StepBinding, StepParticipant
+from staticmoe.runner.options import OptimizerState
+from staticmoe.runner.participants import StepBinding, StepParticipant, scratch_fields
 from staticmoe.runner.program import Iteration, Program
 from staticmoe.runner.regions import Regions
-from staticmoe.runner.watch import HostState, OptimizerState
+from staticmoe.runner.watch import HostState
 
 log = logging.getLogger(__name__)
 
@@ -91,27 +94,35 @@ class Assembly:
         self._token_mask = mask_function(token_mask)
         self._model = model
         self._flush = flush
+        self._regions = self._dense_regions()
+        self._beside = Beside(self._regions, self.capture)
+        self._ran = {"training": RanCode(), "evaluation": RanCode()}
         self.training = Family(
             "training",
             self.device,
             shapes,
             self._build_training,
-            lambda: HostState(model, self._functions(self._loss_fn)),
+            lambda: HostState(model, self._functions(self._loss_fn), ran=self._ran["training"]),
             lambda: OptimizerState(optimizer, model, self.adapter.staged),
+            self._beside,
+            config.on_change,
         )
         self.evaluation = Family(
             "evaluation",
             self.device,
             shapes,
             self._build_evaluation,
-            lambda: HostState(model, self._functions(self._eval_fn), ignored=frozenset({"training"})),
+            lambda: HostState(
+                model, self._functions(self._eval_fn), ignored=frozenset({"training"}), ran=self._ran["evaluation"]
+            ),
             None,
+            self._beside,
+            config.on_change,
         )
         if replicas is not None:
             admit_replicas(replicas, model, optimizer, shapes, self.scalars, config, self.device)
         self._bindings = self._bind(participants)
-        self._scratch = _scratch_fields(participants, self.device)
-        self._regions = self._dense_regions()
+        self._scratch = scratch_fields(participants, self.device)
         self._participants = participants
         scratch = {f"scratch {n}.{f}": t for n, fields in self._scratch.items() for f, t in fields.items()}
         self._provenance = Provenance(
@@ -326,6 +337,7 @@ class Assembly:
             self.training.drop()
             self.evaluation.drop()
             raise
+        self._ran[kind].update(program.ran)
         if self.config.self_check:
             program.self_check(0)
         if not self.config.recheck_every:
@@ -333,6 +345,7 @@ class Assembly:
         if self.device.type == "cuda":
             # What uncaptured runs have left is of no use to a graph.
             torch.cuda.empty_cache()
+        self._beside.settle()
         log.info("built the %s graph (%s) in %.2f s", kind, self.capture.name, time.perf_counter() - start)
         for name, facts in program.facts.items():
             log.info("%s: %s", name or "(the model)", ", ".join(f"{key} {value}" for key, value in facts.items()))
@@ -343,14 +356,3 @@ def _backend(mode: str, device: torch.device) -> Capture:
     if mode == "cuda":
         return CudaGraphCapture(device)
     return EmulatedCapture() if mode == "emulate" else Uncaptured(device)
-
-
-def _scratch_fields(participants: Mapping[str, StepParticipant], device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Tensors for the participants' fields while no record exists."""
-    return {
-        name: {
-            field: torch.zeros(shape, dtype=torch.int64, device=device)
-            for field, shape in participant.step_fields().items()
-        }
-        for name, participant in participants.items()
-    }

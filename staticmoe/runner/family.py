@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
+from staticmoe.capture.change import Change
 from staticmoe.errors import BatchError, ReplayError
 from staticmoe.runner.batch_shape import BatchShape, describe, wrong_device
+from staticmoe.runner.beside import Beside
 from staticmoe.runner.ladder import Ladder
+from staticmoe.runner.options import OptimizerState
 from staticmoe.runner.program import Program
-from staticmoe.runner.watch import HostState, OptimizerState, cause_of
+from staticmoe.runner.watch import HostState
 
 log = logging.getLogger(__name__)
 
 _RECAPTURES_PER_CAUSE = 3
+_SHOWN = 5
 
 
 class Family:
@@ -30,6 +34,8 @@ class Family:
         make: makes the ladder of a shape and builds what it must hold.
         state: takes the Python state that the programs freeze.
         options: takes the optimizer's options, or None for an evaluation.
+        beside: what has changed beside the Python state.
+        on_change: "recapture" or "raise".
     """
 
     def __init__(
@@ -40,12 +46,16 @@ class Family:
         make: Callable[[BatchShape], Ladder],
         state: Callable[[], HostState],
         options: Callable[[], OptimizerState] | None,
+        beside: Beside,
+        on_change: str,
     ) -> None:
         self._kind = kind
         self._device = device
         self._make = make
         self._take_state = state
         self._take_options = options
+        self._beside = beside
+        self._on_change = on_change
         self._ladders: list[tuple[BatchShape, Ladder | None]] = [(shape, None) for shape in shapes]
         self._state: HostState | None = None
         self._options: OptimizerState | None = None
@@ -94,9 +104,9 @@ class Family:
         self._ladders = [(shape, None) for shape, _ in self._ladders]
         self._state = self._options = None
 
-    def changes(self) -> list[str]:
+    def changes(self) -> list[Change]:
         """What the graphs froze and is different now."""
-        found = self._state.changes() if self._state is not None else []
+        found = self._state.changes() + self._beside.changes() if self._state is not None else []
         if self._options is None:
             return found
         self._options.check_groups()
@@ -104,14 +114,19 @@ class Family:
             self._options.check_members()
         return found + self._options.changes()
 
-    def follow(self, changes: list[str]) -> None:
+    def follow(self, changes: Sequence[Change]) -> None:
         """Drop the graphs because of `changes`.
 
         Raises:
-            ReplayError: the same thing has changed too often: capturing each time costs more than it saves.
+            ReplayError: the same thing has changed too often: capturing each time costs more than it saves; or changes
+                are to be raised, and the graphs stay.
         """
-        for change in changes:
-            cause = cause_of(change)
+        if self._on_change == "raise":
+            raise ReplayError(
+                f"the {self._kind} graph holds {len(changes)} things that have changed: {_words(changes)}; put them "
+                "back, or call runner.recapture() to train on with them (RunnerConfig(on_change='raise'))"
+            )
+        for cause, change in {change.cause: change for change in changes}.items():
             self._causes[cause] += 1
             if self._causes[cause] >= _RECAPTURES_PER_CAUSE:
                 self._causes[cause] = 0
@@ -119,9 +134,14 @@ class Family:
                     f"{cause} has changed {_RECAPTURES_PER_CAUSE} times, and each change captures the {self._kind} "
                     f"graph again (last: {change}); put the value into a buffer or runner.scalars, or use capture='off'"
                 )
-        log.warning("recapturing the %s graph: %s", self._kind, "; ".join(changes[:5]))
+        log.warning("recapturing the %s graph: %s", self._kind, _words(changes))
         self.drop()
 
     def _remember(self) -> None:
         self._state = self._take_state()
         self._options = self._take_options() if self._take_options is not None else None
+
+
+def _words(changes: Sequence[Change]) -> str:
+    more = f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    return "; ".join(map(str, changes[:_SHOWN])) + more

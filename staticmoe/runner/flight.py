@@ -15,6 +15,7 @@ from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.guard import DeviceGuard, HostGuard
 from staticmoe.runner.ladder import Ladder
+from staticmoe.runner.modes import outside_inference
 from staticmoe.runner.program import Program
 
 
@@ -125,6 +126,7 @@ class Flight:
                 "steps, not after; call runner.synchronize() before touching parameters"
             )
 
+    @outside_inference
     def _settle_oldest(self) -> None:
         """Wait for the oldest, give its result its values, and do what the guard demands."""
         self.check_order()

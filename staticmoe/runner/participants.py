@@ -124,6 +124,17 @@ class StepParticipant(Protocol):
         """Update own state from `fields`; `veto` is an fp32 0-dim tensor, 1 to change nothing."""
 
 
+def scratch_fields(participants: Mapping[str, StepParticipant], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Tensors for the participants' fields while no record exists."""
+    return {
+        name: {
+            field: torch.zeros(shape, dtype=torch.int64, device=device)
+            for field, shape in participant.step_fields().items()
+        }
+        for name, participant in participants.items()
+    }
+
+
 # Participants beside modules of somebody else's, on which there is no place for the protocol.
 _beside: WeakKeyDictionary[nn.Module, StepParticipant] = WeakKeyDictionary()
 

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from staticmoe.capture import Capture, Graph, Provenance, Recorder
+from staticmoe.capture.change import Change
 from staticmoe.capture.findings import Finding, Findings, audit_error, source_of_error
 from staticmoe.capture.holders import holder_of
 from staticmoe.capture.provenance import storage_key
+from staticmoe.capture.ran import RanCode
 from staticmoe.capture.surroundings import Surroundings
 from staticmoe.errors import AuditError, CaptureError, ModelError, SelfCheckError
 from staticmoe.observe.record import Record, RecordLayout, RecordRing
@@ -61,6 +63,7 @@ class Program:
         facts: participant -> what it told about its buffers.
         capacity_factor: of training steps; None is dropless.
         findings: what the audit has found by now.
+        ran: the code that the last observed iteration ran.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Program:
         self._modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
         self._audit = wrapped.config.audit if capture.name != "off" else "off"
         self.findings = Findings(wrapped.model.parameters())
+        self.ran = RanCode()
 
     @property
     def records(self) -> RecordRing:
@@ -175,7 +179,7 @@ class Program:
             for _ in range(count - 1):
                 self._observe(self._iteration)
             before = HostState(self._wrapped.model, functions)
-            self._observe(self._iteration)
+            self._observe(self._iteration, self.ran)
             self._surroundings.draws.report()
         except Exception as error:
             self._surroundings.draws.report()
@@ -227,7 +231,7 @@ class Program:
         self._provenance.declare(self._own, changing=True)
         self._iteration.equip(self._records, shadow)
 
-    def _judge(self, changed: list[str]) -> None:
+    def _judge(self, changed: list[Change]) -> None:
         """Refuse or log Python state that the captured run has changed, and what else it showed."""
         if self._audit == "off":
             return
@@ -239,10 +243,13 @@ class Program:
             if finding not in known:
                 log.warning("%s", finding)
 
-    def _observe(self, run: Callable[[], None]) -> None:
+    def _observe(self, run: Callable[[], None], ran: RanCode | None = None) -> None:
         self.inputs.stage(0)
         draws = self._surroundings.draws.watch() if self._audit != "off" else contextlib.nullcontext()
-        with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up(), draws, self._recorder().watch():
+        code = ran.watch() if ran is not None else contextlib.nullcontext()
+        seeded, warming = self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up()
+        # `code` comes last: what traces besides would take it for a debugger.
+        with seeded, warming, draws, self._recorder().watch(), code:
             run()
 
     def _compile(self) -> None:

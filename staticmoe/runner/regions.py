@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from staticmoe.capture.change import Change
 from staticmoe.errors import CompileError
 from staticmoe.runner.participants import participant_of
 
@@ -42,6 +43,7 @@ class Region:
         eager: its own forward.
         function: what is compiled, a function with a code object of its own.
         compiled: that, compiled; the module's own forward where it stays uncompiled.
+        known: how many compiled forms there were when a graph was last built.
         modes: whether gradients were on, of the calls so far: each is compiled apart.
         seconds: what its first calls took.
     """
@@ -51,6 +53,7 @@ class Region:
     eager: Callable[..., Any]
     function: FunctionType
     compiled: Callable[..., Any]
+    known: int = 0
     modes: set[bool] = dataclasses.field(default_factory=set)
     seconds: float = 0.0
 
@@ -168,6 +171,20 @@ class Regions:
     @property
     def _reached(self) -> int:
         return sum(bool(one.modes) for one in self.regions)
+
+    def settle(self) -> None:
+        """Take the compiled forms that there are as those of the graphs."""
+        for one in self.regions:
+            one.known = one.entries
+
+    def recompiled(self) -> list[Change]:
+        """Regions that were compiled again since: something that their graphs hold has changed, or a shape."""
+        counts = ((one, one.entries) for one in self.regions)
+        return [
+            Change("compiled", f"module '{one.name}'", "forms of the region", one.known, now, module=one.name)
+            for one, now in counts
+            if now > one.known
+        ]
 
     def prove(self) -> None:
         """Look for regions that were called and run uncompiled: a compiler that gives up says nothing, its entries do.

@@ -30,6 +30,7 @@ from staticmoe.runner.guard import HostGuard
 from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.iteration import LossFn, TokenMask
 from staticmoe.runner.loading import StateHooks
+from staticmoe.runner.modes import outside_inference
 from staticmoe.runner.profiling import Profiling
 from staticmoe.runner.program import Program
 
@@ -69,6 +70,7 @@ class StaticMoERunner:
         SelfCheckError: a replay differs from the uncaptured iteration.
     """
 
+    @outside_inference
     def __init__(
         self,
         model: nn.Module,
@@ -132,6 +134,7 @@ class StaticMoERunner:
         """Options in force."""
         return self._parts.config
 
+    @outside_inference
     def step(self, batch: Any) -> StepResult:
         """Train on one batch; with accumulation on `MicroBatches([...])` or one batch with a leading dimension N.
 
@@ -180,6 +183,7 @@ class StaticMoERunner:
                 self._parts.outside.apply()
         return result
 
+    @outside_inference
     def evaluate(self, batch: Any) -> EvalResult:
         """Run `eval_fn` on one micro-batch of a declared shape, in eval mode without gradients.
 
@@ -253,6 +257,7 @@ class StaticMoERunner:
             self._parts.training.ladder(0)
             self._publisher.counts.recaptures += 1
 
+    @outside_inference
     def set_capacity_factor(self, factor: float | None) -> None:
         """Change the capacity of training steps and recapture; None is dropless. Logs what it cost.
 

@@ -1,280 +1,184 @@
 """What a graph holds frozen and the user can still change: found before the next step, never silently ignored.
 
-Watched: Python numbers, strings and tensors that are attributes of modules; numbers in the closure and the
-globals of the loss function and of the modules' forwards; optimizer options; which parameters there are.
+Watched: what the code that was recorded can have read (see `reads`), the parameters and buffers, their memory and
+whether they are trained, the submodules, and the hooks. A step first compares everything at once, in C, by identity;
+only where that finds a difference is looked at what it is.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
-from staticmoe.errors import OptimizerError
+from staticmoe.capture.change import MISSING, Change
+from staticmoe.capture.ran import RanCode
+from staticmoe.runner.reads import Reads
 
-_VALUES = (int, float, bool, str, complex, type(None))
-_MISSING = object()
-# Objects of these packages keep books of their own: the runner's binding counts the entries of a forward.
-_OWN = ("torch", "builtins", "staticmoe")
-# What a variable may refer to without being data that a loss function reads.
-_NOT_DATA = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module)
-
-
-def _is_value(value: object) -> bool:
-    return type(value) in _VALUES or (type(value) is tuple and all(_is_value(item) for item in value))
-
-
-def _same(old: Any, new: Any) -> bool:
-    """Equal, or both NaN. A tensor is the same only as the same object."""
-    if old is new:
-        return True
-    return _is_value(old) and _is_value(new) and type(old) is type(new) and (old == new or (old != old and new != new))
-
-
-class _Cells(Mapping[str, Any]):
-    """The closure of a function as a mapping from variable name to value."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:
-            return _MISSING
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
-
-
-class _Positions(Mapping[int, Any]):
-    """A list as a mapping from position to value."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
-
-    def __getitem__(self, position: int) -> Any:
-        if position >= len(self._values):
-            raise KeyError(position)
-        return self._values[position]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._values)))
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Global and attribute names that `code` and the functions inside it use."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-    return names
-
-
-def _names_through(code: CodeType, owner: type) -> set[str]:
-    """Those of `code` and of the methods of `owner` that it reaches by name."""
-    names = _names_in(code)
-    waiting = set(names)
-    while waiting:
-        method = getattr(owner, waiting.pop(), None)
-        found = _names_in(method.__code__) if isinstance(method, FunctionType) else set()
-        waiting |= found - names
-        names |= found
-    return names
+_HOOKS = {
+    "forward hooks": "_forward_hooks",
+    "forward pre-hooks": "_forward_pre_hooks",
+    "backward hooks": "_backward_hooks",
+    "backward pre-hooks": "_backward_pre_hooks",
+}
+_requires_grad = attrgetter("requires_grad")
 
 
 class HostState:
-    """Python values that a recorded iteration may have read, as they were when this was made.
-
-    Attributes of modules and what containers among them hold; of functions, the variables of the closure, the
-    globals and the attributes of their object that their code names.
+    """Python state that a recorded iteration may have read, as it was when this was made.
 
     Args:
-        model: its modules' attributes and its forwards' globals.
+        model: whose modules count.
         functions: loss function and the like.
         ignored: names of attributes that the iteration sets itself.
+        ran: the code that was recorded; None: every attribute of a module counts, and no hook.
     """
 
     def __init__(
-        self, model: nn.Module, functions: tuple[Callable[..., Any], ...], ignored: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        functions: tuple[Callable[..., Any], ...],
+        ignored: frozenset[str] = frozenset(),
+        ran: RanCode | None = None,
     ) -> None:
-        self._ignored = ignored
-        self._items: list[tuple[Mapping[Any, Any], Any, Any, str]] = []
-        self._seen: set[int] = set()
-        forwards = {
-            type(module).forward for module in model.modules() if not type(module).__module__.startswith("torch.")
-        }
-        for name, module in model.named_modules():
-            self._watch(vars(module), f"module '{name}' attribute")
-        for function in itertools.chain(functions, forwards):
-            self._watch_function(function)
-        self._parameters = [
-            (
-                module._parameters if key in module._parameters else module._buffers,
-                key,
-                tensor,
-                _identity(tensor),
-                prefix,
-            )
-            for prefix, module in model.named_modules()
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        ]
+        self._reads = Reads(model, functions, ran, ignored)
+        self._modules = list(model.named_modules())
+        self._tensors = _Tensors(self._modules)
+        self._hooks = _Hooks(self._modules) if ran is not None else None
+        # A module is equal to itself alone, so that one comparison of dicts tells.
+        self._parents = [(path, module) for path, module in self._modules if module._modules]
+        self._children = [module._modules for _, module in self._parents]
+        self._children_then = [dict(children) for children in self._children]
+        self._maps = [read.mapping for read in self._reads.found]
+        self._keys = [read.key for read in self._reads.found]
+        self._values = [read.old for read in self._reads.found]
+        self._sizes = list(map(len, self._reads.homes))
 
-    def _watch(
-        self, mapping: Mapping[Any, Any], what: str, *, names: set[str] | None = None, inside: bool = True
-    ) -> None:
-        """Note the values of `mapping`, and what its containers and objects hold, one level deep."""
-        for name in list(mapping):
-            if name in self._ignored or (names is not None and name not in names):
-                continue
-            value = mapping[name]
-            if _is_value(value) or isinstance(value, Tensor):
-                self._items.append((mapping, name, value, what))
-            elif inside and id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._watch_inside(value, f"{what} '{name}' entry", names)
-
-    def _watch_inside(self, value: Any, what: str, names: set[str] | None) -> None:
-        if type(value) is dict:
-            self._watch(value, what, inside=False)
-        elif type(value) is list:
-            self._watch(_Positions(value), what, inside=False)
-        elif not isinstance(value, _NOT_DATA) and type(value).__module__.split(".")[0] not in _OWN:
-            self._watch(getattr(value, "__dict__", {}), what, names=names, inside=False)
-
-    def _watch_function(self, function: Any) -> None:
-        if isinstance(function, functools.partial):
-            self._watch(function.keywords, "keyword of the partial loss function")
-            self._watch_function(function.func)
-        elif isinstance(function, MethodType):
-            self._watch_object(function.__self__, function.__func__)
-            self._watch_function(function.__func__)
-        elif isinstance(function, FunctionType):
-            names = _names_in(function.__code__)
-            self._watch(_Cells(function), f"closure of {function.__qualname__}: variable")
-            self._watch(function.__globals__, f"global of {function.__module__}:", names=names)
-        elif not isinstance(function, nn.Module):
-            call = vars(type(function)).get("__call__")
-            if isinstance(call, FunctionType):
-                self._watch_object(function, call)
-                self._watch_function(call)
-
-    def _watch_object(self, owner: Any, function: Any) -> None:
-        """Attributes of `owner` that `function`, a method of it, may read: a trainer also counts steps and the like."""
-        if not isinstance(owner, nn.Module) and hasattr(owner, "__dict__"):
-            self._watch(
-                vars(owner), f"{type(owner).__name__} attribute", names=_names_through(function.__code__, type(owner))
-            )
-
-    def changes(self) -> list[str]:
-        """Describe every value that is no longer as it was, parameters' storage and flags included."""
-        found = []
-        for mapping, name, old, what in self._items:
-            new = mapping.get(name, _MISSING)
-            if new is not old and not _same(old, new):
-                found.append(f"{what} '{name}'{_arrow(old, new)}")
-        for mapping, key, tensor, identity, prefix in self._parameters:
-            now = mapping.get(key)
-            if now is not tensor:
-                found.append(f"{prefix}.{key}".lstrip(".") + " was replaced by another tensor")
-            elif _identity(tensor) != identity:
-                found.append(f"{prefix}.{key}".lstrip(".") + " has other storage, dtype or requires_grad")
+    def changes(self) -> list[Change]:
+        """Everything that is no longer as it was."""
+        if self._is_untouched():
+            return []
+        found = list(self._differences())
+        if not found:
+            # Equal, and other objects: the next comparison by identity is to pass.
+            self._values = [read.mapping[read.key] for read in self._reads.found]
+            self._sizes = list(map(len, self._reads.homes))
+            if self._hooks is not None:
+                self._hooks.settle()
         return found
 
+    def _is_untouched(self) -> bool:
+        """Whether all is the very same: never true of what has changed; false may also be for a new object as good."""
+        try:
+            return (
+                (self._hooks is None or self._hooks.are_untouched())
+                and all(map(is_, map(getitem, self._maps, self._keys), self._values))
+                and list(map(len, self._reads.homes)) == self._sizes
+                and self._children == self._children_then
+                and self._tensors.are_untouched()
+            )
+        except KeyError:
+            return False
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.requires_grad
+    def _differences(self) -> Iterator[Change]:
+        yield from filter(None, (read.change() for read in self._reads.found))
+        yield from self._reads.hiding()
+        yield from self._tensors.differences()
+        for (path, module), then in zip(self._parents, self._children_then, strict=True):
+            for name in dict.fromkeys([*then, *module._modules]):
+                old, new = then.get(name, MISSING), module._modules.get(name, MISSING)
+                if old is not new:
+                    yield Change("submodule", f"module '{path}'", name, old, new, module=path)
+        if self._hooks is not None:
+            yield from self._hooks.differences()
 
 
-def _arrow(old: Any, new: Any) -> str:
-    if new is _MISSING:
-        return " was removed"
-    return f": {old!r} -> {new!r}" if _is_value(old) and _is_value(new) else " was rebound to another object"
+class _Tensors:
+    """The parameters and buffers of modules: which they are, where they lie, and whether they are trained."""
+
+    def __init__(self, modules: list[tuple[str, nn.Module]]) -> None:
+        slots = [
+            (path, kind, book, name)
+            for path, module in modules
+            for kind, book in (("parameter", module._parameters), ("buffer", module._buffers))
+            for name in book
+        ]
+        self._places = [(path, kind, name) for path, kind, _, name in slots]
+        self._books = [book for _, _, book, _ in slots]
+        self._names = [name for _, _, _, name in slots]
+        self._then = [book[name] for _, _, book, name in slots]
+        self._tensors = [tensor for tensor in self._then if tensor is not None]
+        self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        self._trained = list(map(_requires_grad, self._tensors))
+        self._forms = {id(tensor): _form(tensor) for tensor in self._tensors}
+
+    def are_untouched(self) -> bool:
+        """Whether nothing was replaced, moved, or frozen."""
+        return (
+            all(map(is_, map(getitem, self._books, self._names), self._then))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+            and list(map(_requires_grad, self._tensors)) == self._trained
+        )
+
+    def differences(self) -> Iterator[Change]:
+        """What was."""
+        trained = iter(self._trained)
+        for (path, kind, name), book, old in zip(self._places, self._books, self._then, strict=True):
+            new, owner = book.get(name, MISSING), f"module '{path}'"
+            required = next(trained) if old is not None else None
+            if new is not old:
+                yield Change(kind, owner, name, old, new, module=path)
+            elif old is not None:
+                if _form(old) != self._forms[id(old)]:
+                    yield Change("storage", owner, name, self._forms[id(old)], _form(old), module=path)
+                if old.requires_grad != required:
+                    yield Change("requires_grad", owner, name, required, old.requires_grad, module=path)
 
 
-def cause_of(change: str) -> str:
-    """The part of a change that stays the same when the value changes again."""
-    return change.split(": ")[0] if " -> " in change else change
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-# Options that do not enter a step: which form of it torch takes, and the books of schedulers.
-_FREE = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr"}
-    | {"max_momentum", "min_momentum", "base_momentum"}
-)
+class _Hooks:
+    """Hooks on modules and their parameters, and those on every module.
 
-
-class OptimizerState:
-    """Options and parameters of an optimizer as they were when an iteration was recorded.
-
-    Args:
-        optimizer: the user's.
-        model: that its parameters should belong to.
-        staged: keys of the options that are device values; None where no option is part of the graph.
+    torch numbers each hook that is added, anywhere; so an addition shows in one number, and only where there are hooks
+    already can one go.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, staged: frozenset[str] | None) -> None:
-        self._optimizer = optimizer
-        self._model = model
-        self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        self._free = None if staged is None else _FREE | staged
-        self._options = [self._frozen(group) for group in optimizer.param_groups]
+    def __init__(self, modules: list[tuple[str, nn.Module]]) -> None:
+        self._modules = modules
+        self.settle()
 
-    def check_groups(self) -> None:
-        """Refuse an optimizer with other parameters than were captured.
+    def settle(self) -> None:
+        """Take the hooks as they are now."""
+        self._number = RemovableHandle.next_id
+        self._then = {place: dict(hooks) for place, hooks in self._all()}
+        self._some = [hooks for _, hooks in self._all() if hooks]
+        self._counts = list(map(len, self._some))
 
-        Raises:
-            OptimizerError: a group or parameter was added or removed.
-        """
-        groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
-        if groups != self._groups:
-            expected, got = list(map(len, self._groups)), list(map(len, groups))
-            raise OptimizerError(
-                f"optimizer: expected the {len(expected)} captured parameter groups of sizes {expected}, got "
-                f"{len(got)} of sizes {got}; add_param_group after wrapping is not seen by the graph: build the "
-                "optimizer with all groups and wrap again"
-            )
+    def are_untouched(self) -> bool:
+        """Whether none was added or removed."""
+        return RemovableHandle.next_id == self._number and list(map(len, self._some)) == self._counts
 
-    def check_members(self) -> None:
-        """Refuse an optimizer whose parameters the model no longer has.
+    def differences(self) -> Iterator[Change]:
+        """Where some were."""
+        for place, hooks in self._all():
+            then = self._then.get(place, {})
+            if dict(hooks) != then:
+                path, owner, what = place
+                yield Change("hook", owner, what, len(then), len(hooks), module=path)
 
-        Raises:
-            OptimizerError: the model's parameters were replaced.
-        """
-        known = {id(parameter) for parameter in self._model.parameters()}
-        lost = sum(1 for group in self._groups for parameter in group if parameter not in known)
-        if lost:
-            raise OptimizerError(
-                f"optimizer: expected parameters of the model, got {lost} that the model no longer has; they were "
-                "replaced (load_state_dict(assign=True) does that): load with assign=False, or build optimizer and "
-                "runner again"
-            )
-
-    def changes(self) -> list[str]:
-        """Describe every option that is no device value and differs from what the graph holds."""
-        found = []
-        for number, (old, group) in enumerate(zip(self._options, self._optimizer.param_groups, strict=True)):
-            for key, value in self._frozen(group).items():
-                if not _same(old.get(key), value):
-                    found.append(f"optimizer group {number} option '{key}': {old.get(key)!r} -> {value!r}")
-        return found
-
-    def _frozen(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options that enter the graph as they are, in a form that can be compared."""
-        return {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in group.items()
-            if self._free is not None and key not in self._free
-        }
+    def _all(self) -> Iterator[tuple[tuple[str | None, str, str], Mapping[int, Any]]]:
+        for what, name in _HOOKS.items():
+            yield (None, "every module", what), getattr(torch_module, f"_global{name}", {})
+            for path, module in self._modules:
+                yield (path, f"module '{path}'", what), getattr(module, name)
+        for path, module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield (path, f"module '{path}'", f"hooks of {name}"), parameter._backward_hooks or {}

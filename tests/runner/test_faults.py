@@ -389,13 +389,16 @@ def test_too_many_skips_in_a_row_say_so_and_the_runner_goes_on(captured: str, as
         assert_same(state, states[-1])
 
 
-def test_a_step_may_run_again_where_its_result_is_read_without_gradients(captured: str, assert_same: Same) -> None:
-    """Reading settles a step, which may capture a variant and run on it: under the reader's no_grad."""
+@pytest.mark.parametrize("reading", [torch.no_grad, torch.inference_mode])
+def test_a_step_may_run_again_where_its_result_is_read_without_gradients(
+    reading: Callable[[], Any], captured: str, assert_same: Same
+) -> None:
+    """Reading settles a step, which may capture a variant and run on it: in the mode of the reader."""
     options = {**CAPACITIES["rerun"], "capacity_ladder": (2.2,)}
     want = healthy(captured, (1, 4), **CAPACITIES["rerun"])
     with Training(captured, **options) as training:
         first = training.step(1)
-        with torch.no_grad():
+        with reading():
             assert first.attempt > 0 and not first.skipped
             results = [first, training.step(4)]
             state = training.state()
