@@ -50,7 +50,7 @@ class Change:
         """The part that stays the same when the value changes again."""
         entry = f" entry {self.entry!r}" if self.kind == "entry" else ""
         noun = {"storage": "parameter or buffer", "requires_grad": "requires_grad of", "entry": "attribute"}
-        if self.kind == "hook":
+        if self.kind in ("hook", "compiled", "memory"):
             return f"{self.owner} {self.name}"
         if self.module is None and self.kind in ("attribute", "variable", "entry"):
             return f"{self.owner} '{self.name}'{entry}"

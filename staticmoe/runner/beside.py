@@ -47,7 +47,7 @@ class Beside:
                 self._compiled = now
         self._asked += 1
         if self._asked % _POOL_EVERY == 0 and (grown := self._capture.pool_bytes()) > self._pool:
-            found.append(Change("memory", "the pool of the graphs:", "bytes", self._pool, grown))
+            found.append(Change("memory", "memory pool of the graphs:", "bytes", self._pool, grown))
         return found
 
 

@@ -150,8 +150,11 @@ class Reads:
 
     def _wanted_of(self, kind: type) -> _Wanted:
         """Which attributes may have been read of a module of this class."""
-        if self._named is _anything or kind.__module__.startswith("staticmoe."):
+        if self._named is _anything:
             return _anything
+        if kind.__module__.startswith("staticmoe."):
+            # What a layer of this package reads is public; the rest are its own books.
+            return lambda name: not name.startswith("_")
         forward = getattr(kind, "forward", None)
         own = names_through(forward.__code__, kind) if isinstance(forward, FunctionType) else set()
         # The mode of a Linear, say, is read by nobody, whatever the code around it names.

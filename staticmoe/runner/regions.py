@@ -181,7 +181,7 @@ class Regions:
         """Regions that were compiled again since: something that their graphs hold has changed, or a shape."""
         counts = ((one, one.entries) for one in self.regions)
         return [
-            Change("compiled", f"module '{one.name}'", "forms of the region", one.known, now, module=one.name)
+            Change("compiled", f"module '{one.name}'", "compiled forms", one.known, now, module=one.name)
             for one, now in counts
             if now > one.known
         ]

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.capture import EmulatedCapture
 from staticmoe.errors import CompileError, ConfigError
 from staticmoe.runner import regions
+from staticmoe.runner.beside import Beside
 from staticmoe.runner.regions import Regions, dense_modules
 
 
@@ -215,3 +217,21 @@ def test_two_threads_compile_one_after_the_other() -> None:
     for thread in threads:
         thread.join()
     assert losses == alone
+
+
+def test_a_region_that_is_compiled_again_is_named() -> None:
+    """What its compiled form was made for has changed, and the graph holds that form; another mode is no change."""
+    model = Model()
+    parts = Regions(model, fallback=False, limit_s=600)
+    run = parts.around(lambda: loss_fn(model, batch(0)))
+    run()
+    watch = Beside(parts, EmulatedCapture())
+    watch.settle()
+    run()
+    assert watch.changes() == []
+    model.layers[1].mixer.number = 5
+    run()
+    for _ in range(2):
+        assert [str(change) for change in watch.changes()] == ["module 'layers.1.mixer' compiled forms: 1 -> 2"]
+    watch.settle()
+    assert watch.changes() == []

@@ -248,7 +248,7 @@ def test_what_the_recording_does_not_depend_on_is_no_change(act: str) -> None:
     model, state = watched()
     BENIGN[act](model)
     assert [str(change) for change in state.changes()] == []
-    assert state._is_untouched()
+    assert all(part.is_untouched() for part in state._parts)
 
 
 def test_a_change_has_fields() -> None:
@@ -283,7 +283,7 @@ def test_a_pool_that_grows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [watch.changes() for _ in range(3)] == [[]] * 3
     pool.size = 164
     looks = [[str(change) for change in watch.changes()] for _ in range(3)]
-    assert looks == [[], [], ["the pool of the graphs: memory 'bytes': 100 -> 164"]]
+    assert looks == [[], [], ["memory pool of the graphs: bytes: 100 -> 164"]]
     watch.settle()
     assert [watch.changes() for _ in range(3)] == [[]] * 3
 
