@@ -96,10 +96,10 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def watched() -> tuple[Model, HostState]:
-    """A model, and the watch over what its loss has just run."""
+    """A model, and the watch over what its loss has just run; its backward unseen, as in a thread of a GPU's."""
     model, ran = Model(), RanCode()
     with ran.watch():
-        loss_fn(model, torch.ones(2, 3)).backward()
+        loss_fn(model, torch.ones(2, 3))
     return model, HostState(model, (loss_fn,), ran=ran)
 
 
