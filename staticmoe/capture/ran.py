@@ -20,9 +20,7 @@ from staticmoe.capture.source import is_users
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # What reads attributes by a string.
-_BY_STRING = frozenset(
-    {"getattr", "vars", "__dict__", "__getattr__", "__getattribute__", "attrgetter", "get_submodule"}
-)
+_BY_STRING = frozenset({"getattr", "vars", "__dict__", "__getattr__", "__getattribute__", "attrgetter"})
 
 
 class Names:

@@ -54,4 +54,4 @@ class Beside:
 def _compilations() -> object:
     """What moves whenever torch compiles anything, None where it never has: one number instead of a look at each."""
     books = sys.modules.get("torch._dynamo.utils")
-    return books.counters["frames"]["total"] if books is not None else None
+    return books.counters["stats"]["unique_graphs"] if books is not None else None

@@ -139,14 +139,17 @@ class Reads:
         """Attributes that `module` has of its class, save where it hides them."""
         wanted, home = self._wanted_of(type(module)), vars(module)
         told = Change("attribute", f"module '{path}'", "", module=path)
+        hidden = set(home)
         self.homes.append(home)
         for base in itertools.takewhile(lambda one: not _is_torchs(one), type(module).__mro__):
             told_of_class = Change("attribute", f"class {base.__name__} attribute", "")
             for name, value in list(vars(base).items()):
-                if name == "forward" or (not name.startswith("__") and wanted(name) and _is_data(value)):
-                    if name not in home:
-                        self._hiding.append((home, name, dataclasses.replace(told, name=name)))
-                    self._take(vars(base), name, value, dataclasses.replace(told_of_class, name=name), id(base))
+                if name != "forward" and (name.startswith("__") or not wanted(name) or not _is_data(value)):
+                    continue
+                if name not in hidden:
+                    hidden.add(name)
+                    self._hiding.append((home, name, dataclasses.replace(told, name=name)))
+                self._take(vars(base), name, value, dataclasses.replace(told_of_class, name=name), id(base))
 
     def _wanted_of(self, kind: type) -> _Wanted:
         """Which attributes may have been read of a module of this class."""

@@ -40,7 +40,12 @@ def levelled(x: Tensor, module: nn.Module) -> Tensor:
     return Square.apply(x) * LEVEL * module.shift
 
 
-class Block(nn.Module):
+class Base(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Block(Base):
     rate = 1.0
 
     def __init__(self) -> None:
