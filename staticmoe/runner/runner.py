@@ -145,6 +145,7 @@ class StaticMoERunner:
         Raises:
             BatchError: the batch does not fit; nothing has happened.
             OptimizerError: the optimizer no longer has the captured parameters.
+            ReplayError: what the graph holds frozen has changed, too often or under `on_change="raise"`; see its text.
             NonFiniteError, CapacityError: an earlier step met its policy; that step and those launched after it
                 were not applied, and the runner goes on with the next call.
         """
