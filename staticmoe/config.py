@@ -21,9 +21,9 @@ NONFINITE_POLICIES = ("skip", "raise")
 LOSS_REDUCTIONS = ("mean", "sum", "tokens")
 COMPILE_MODES = ("off", "blocks")
 AUDIT_MODES = ("error", "warn", "off")
+CHANGE_POLICIES = ("recapture", "raise")
 # Of files and memory: ranks that train together may differ in them.
 OWN_OPTIONS = frozenset({"run_dir", "layers_every", "experts_every", "rotate_bytes", "memory_limit_bytes"})
-CHANGE_POLICIES = ("recapture", "raise")
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
