@@ -55,12 +55,8 @@ def audit(arguments: Mapping[str, Any] | Arguments, *, caller: FrameType | None 
     findings: list[Finding] = []
     if given.usable:
         findings += [finding for check in _CHECKS for finding in check(given)]
-        while type(given.model).__name__ == "OptimizedModule":
-            given = dataclasses.replace(given, model=given.model._orig_mod)
-    # Compiled code would hide its operations, and take the time to compile.
-    compiled_too = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if compiled_too else contextlib.nullcontext()
-    with _left_as_it_is(given), eager:
+    with _left_as_it_is(given):
+        given = compiled.taken_apart(given) if given.usable else given
         findings += _observe(given, not_looked_at, {finding.code for finding in findings})
     outside = _outer_frames(caller)
     placed = [_placed(finding, outside) for finding in findings]

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from staticmoe.capture import collectives
+from staticmoe.capture.dynamo import CompiledCalls, Observer
 from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowed
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
@@ -35,7 +36,7 @@ _MEND_CACHE = (
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Observer):
     """Observes one iteration; with a tape it records it.
 
     Args:
@@ -47,6 +48,7 @@ class Recorder(TorchDispatchMode):
         findings: with "error", takes what is wrong, and the iteration goes on so that the rest is seen as well; None
             refuses at once. With "warn", takes what was logged, to log it once.
         holder: names what holds a tensor between iterations, "" where nothing does.
+        calls: takes the compiled functions that are called; they run as they were written.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Recorder(TorchDispatchMode):
         audit: str = "error",
         findings: Findings | None = None,
         holder: Callable[[Tensor], str] = lambda tensor: "",
+        calls: CompiledCalls | None = None,
     ) -> None:
         super().__init__()
+        self.calls = calls
         self._provenance = provenance
         self._modules = modules
         self._tape = tape

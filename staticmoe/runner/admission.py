@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from staticmoe.capture.dynamo import is_compiled
+from staticmoe.capture.holders import plain
 from staticmoe.config import RunnerConfig
 from staticmoe.errors import ConfigError, ModelError, OptimizerError
 from staticmoe.runner.iteration import TokenMask
@@ -17,7 +19,6 @@ from staticmoe.runner.participants import StepParticipant, participant_of
 
 # Names, not types: importing the distributed wrappers to look for them costs a second.
 _WRAPPERS = {
-    "OptimizedModule": "a torch.compile'd model; pass the model itself",
     "DistributedDataParallel": "a DistributedDataParallel model; pass model.module, and process_group= to the runner",
     "DataParallel": "a DataParallel model; pass model.module",
     "FullyShardedDataParallel": "an FSDP model; pass the model unsharded (sharding is not supported yet)",
@@ -33,7 +34,13 @@ def admit_model(model: object) -> torch.device:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if is_compiled(module) and (not name or any(participant_of(part) is not None for part in module.modules())):
+            what = f"'{name}', compiled with layers in it that take part in the step" if name else "a compiled model"
+            raise ModelError(
+                f"model: expected compiled code only where nothing takes part in the step, got {what}; pass it as it "
+                "was, and RunnerConfig(compile='blocks') compiles what can be, or compile parts without such layers"
+            )
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 raise ModelError(f"model: expected a plain module, got {_WRAPPERS[kind.__name__]}")
@@ -91,9 +98,15 @@ def admit_functions(functions: Iterable[Callable[..., object]]) -> None:
     """Check what the loss functions hold on to.
 
     Raises:
-        ConfigError: a gradient scaler: the runner's own backward would scale the gradients, and nobody unscale them.
+        ConfigError: one is compiled; or a gradient scaler: the runner's own backward would scale the gradients, and
+            nobody unscale them.
     """
     for function in functions:
+        if hasattr(plain(function), "_torchdynamo_orig_callable"):
+            raise ConfigError(
+                f"{getattr(function, '__name__', 'loss_fn')}: expected a plain function, got one that torch.compile "
+                "made: it calls the model, whose layers take part in the step; pass the function as it was"
+            )
         if not inspect.isfunction(function):
             continue
         seen = inspect.getclosurevars(function)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from staticmoe.capture import Capture, Graph, Provenance, Recorder
 from staticmoe.capture.change import Change
+from staticmoe.capture.dynamo import as_written
 from staticmoe.capture.findings import Finding, Findings, audit_error, source_of_error
 from staticmoe.capture.holders import holder_of
 from staticmoe.capture.provenance import storage_key
@@ -27,6 +28,7 @@ from staticmoe.runner.commit import Shadow, restore
 from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import InputRing
 from staticmoe.runner.iteration import Wrapped
+from staticmoe.runner.proof import Proof
 from staticmoe.runner.watch import HostState
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,8 @@ class Program:
         self._iteration = iteration
         # What is captured: the iteration with its dense regions compiled.
         self._run: Callable[[], None] = wrapped.regions.around(iteration) if wrapped.regions else iteration
+        if capture.name == "emulate":
+            self._run = as_written()(self._run)
         self._guard = guard
         self._capture = capture
         self._provenance = provenance
@@ -94,6 +98,7 @@ class Program:
         self._audit = wrapped.config.audit if capture.name != "off" else "off"
         self.findings = Findings(wrapped.model.parameters())
         self.ran = RanCode()
+        self._proof = Proof(wrapped.regions, wrapped.config, self.findings, self._modules)
 
     @property
     def records(self) -> RecordRing:
@@ -124,7 +129,8 @@ class Program:
             if self._audit == "error" and self.findings.errors:
                 self._surroundings.judge(before.changes())
                 raise audit_error(self.findings.items)
-            self._compile()
+            emulated = self._capture.name == "emulate"
+            self._proof.before_capture(functools.partial(self._run_unseen, self._run), emulated=emulated)
             before = HostState(self._wrapped.model, functions)
             self.inputs.stage(0)
             with host_range(HostPhase.CAPTURE), self._capture.seeds.seeded(_EXAMPLE_SEED):
@@ -142,6 +148,8 @@ class Program:
         with self._observing(functions):
             before = self._observe_all(functions, slots, iterations)
             self._surroundings.judge(before.changes())
+            run = functools.partial(self._run_unseen, self._iteration)
+            self._proof.on_trial(run, list(self._wrapped.model.parameters()))
         self._iteration.gradients = []
 
     @contextlib.contextmanager
@@ -156,6 +164,7 @@ class Program:
             audit=self._audit,
             findings=self.findings,
             holder=lambda tensor: holder_of(tensor, model, functions),
+            calls=self._proof.calls,
         )
         self._provenance.declare({**self.inputs.tensors, **self._guard.tensors}, changing=True)
         with self._provenance.open(), self._guard.withholding():
@@ -252,16 +261,12 @@ class Program:
         with seeded, warming, draws, self._recorder().watch(), code:
             run()
 
-    def _compile(self) -> None:
-        """Let what is compiled be compiled, and tuned, before it is captured."""
-        if self._wrapped.regions is None:
-            return
-        for _ in range(self._wrapped.config.capture_warmup_iters):
-            self.inputs.stage(0)
-            with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up():
-                self._run()
-            self._iteration.gradients = []
-        self._wrapped.regions.prove()
+    def _run_unseen(self, run: Callable[[], None]) -> None:
+        """Run without an eye on it, under which nothing is compiled."""
+        self.inputs.stage(0)
+        with self._capture.seeds.seeded(_EXAMPLE_SEED), self._capture.warming_up():
+            run()
+        self._iteration.gradients = []
 
     def forget_gradients(self) -> None:
         """Let other graphs of the pool have the memory of this one's gradients; it cannot be self-checked any more."""

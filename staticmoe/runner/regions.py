@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from staticmoe.capture.change import Change
+from staticmoe.capture.dynamo import entries_of, is_compiled
 from staticmoe.errors import CompileError
 from staticmoe.runner.participants import participant_of
 
@@ -60,7 +61,7 @@ class Region:
     @property
     def entries(self) -> int:
         """How many compiled forms of it there are."""
-        return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self.function.__code__))
+        return entries_of(self.function.__code__)
 
 
 def dense_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -80,6 +81,9 @@ def dense_modules(model: nn.Module) -> dict[str, nn.Module]:
             if participant_of(module) is None:
                 for child, part in module.named_children():
                     visit(part, f"{name}.{child}".lstrip("."))
+        elif is_compiled(module):
+            # The user's own doing.
+            return
         elif not type(module).__module__.startswith("torch.") or list(module.children()):
             found[name] = module
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -20,12 +19,9 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from staticmoe.capture.dynamo import Observer
 from staticmoe.capture.provenance import storage_key, tensors_in
 from staticmoe.capture.seeding import ONE_AT_A_TIME
 from staticmoe.ops.scratch import SCRATCH
@@ -54,7 +50,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(map(allocated, sizes.values()))
 
 
-class Tally(TorchDispatchMode):
+class Tally(Observer):
     """Counts the memory that is alive, as operations on fake tensors make it and Python lets go of it.
 
     Args:
@@ -264,11 +260,9 @@ def rehearsal(
     tally = Tally(device, fake)
     for tensor in tensors:
         tally.twin(tensor)
-    compiled = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         # Two that put their functions into torch at once would leave one's there.
-        with ONE_AT_A_TIME, _random_state_left_alone(tally), eager, fake, tally:
+        with ONE_AT_A_TIME, _random_state_left_alone(tally), fake, tally:
             yield tally
     finally:
         untouched.restore()

@@ -9,7 +9,7 @@ from torch import nn
 WITHOUT_LINE = {
     "replaced": ("SM302", "block"),
     "counted_in_python": ("SM207", "(the model)"),
-    "compiled_part": ("SM601", "block"),
+    "compiled_model": ("SM601", "(the model)"),
     "two_devices": ("SM701", ""),
     "closure_optimizer": ("SM702", ""),
     "text_in_the_batch": ("SM703", ""),
@@ -45,13 +45,13 @@ def counted_in_python_mended(build):
     return given
 
 
-def compiled_part(build):
-    block = nn.Linear(8, 8)
-    block.compile(backend="eager")
-    return build(block)
+def compiled_model(build):
+    given = build(nn.Linear(8, 8))
+    given["model"].compile(backend="eager")
+    return given
 
 
-def compiled_part_mended(build):
+def compiled_model_mended(build):
     return build(nn.Linear(8, 8))
 
 
@@ -111,3 +111,26 @@ def compiled_loss(build):
 
 def compiled_loss_mended(build):
     return {**build(), "loss_fn": lambda model, batch: model(**batch)}
+
+
+@torch.compile(backend="eager")
+def _with_a_break(x):
+    for _ in range(2):
+        torch._dynamo.graph_break()
+        x = 2 * x
+    return x
+
+
+def given_up(x):
+    return _with_a_break(x)  # <- SM603 given_up
+
+
+@torch.compile(backend="eager")
+def _whole(x):
+    for _ in range(2):
+        x = 2 * x
+    return x
+
+
+def given_up_mended(x):
+    return _whole(x)

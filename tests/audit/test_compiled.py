@@ -1,0 +1,124 @@
+"""Compiled code in what is audited: parts that stay compiled are clean, what runs uncompiled is named with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from staticmoe import StaticMoE
+from staticmoe.audit import audit
+from staticmoe.capture.dynamo import entries_of
+
+Built = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+class Calling(nn.Module):
+    """Holds the part, and calls it."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+def found(arguments: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(f.code, f.source.module, f.source.text) for f in audit(arguments).findings]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [compiled, torch.compile, lambda module: torch.compile(module.forward), lambda module: torch.compile(fullgraph=True)(module)],
+    ids=["in place", "wrapped", "its forward", "whole"],
+)  # fmt: skip
+def test_parts_that_compile_are_clean(part: Callable[[nn.Module], Any], built: Built) -> None:
+    """And are afterwards as uncompiled as before: what a user has of the compiler's budget is theirs."""
+    assert found(built(Calling(part(Mlp())))) == []
+    assert entries_of(Mlp.forward.__code__) == 0
+
+
+def test_modules_of_torch_stay_uncompiled_in_silence(built: Built) -> None:
+    """`Sequential.compile()` compiles nothing where all that it holds is torch's own."""
+    part = compiled(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    part(torch.ones(4, 8))
+    assert found(built(Calling(part))) == [("SM603", "block.part", "return self.part(x)")]
+    # One function of the user's inside, and torch compiles that.
+    assert found(built(Calling(compiled(nn.Sequential(Mlp(), nn.GELU()))))) == []
+
+
+def test_a_compiler_that_is_switched_off_is_found(built: Built) -> None:
+    arguments = built(Calling(compiled(Mlp())))
+    with torch._dynamo.config.patch(disable=True):
+        [finding] = audit(arguments).findings
+    assert (finding.code, finding.source.module) == ("SM603", "block.part")
+    assert "TORCHDYNAMO_DISABLE" in finding.why
+
+
+def test_a_function_at_the_limit_is_found(built: Built) -> None:
+    """Other shapes have used its forms up: at the batch's it runs uncompiled."""
+    part = compiled(Mlp())
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in ((3, 1), (2, 2, 2)):
+            part(torch.ones(*rows, 8))
+        [finding] = audit(built(Calling(part))).findings
+    assert finding.code == "SM603" and "2 compiled forms, at which torch gives up in silence" in finding.why
+    assert entries_of(Mlp.forward.__code__) == 2
+
+
+def test_layers_of_the_step_are_not_compiled_by_hand(built: Built) -> None:
+    """Nested or wrapped: one finding, and the rest is looked at as if it were not compiled."""
+
+    class Faulty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = StaticMoE(8, 4, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.moe(x) * x.sum().item()
+
+    for part in (compiled(Faulty()), torch.compile(Faulty())):
+        arguments = built(Calling(part))
+        assert [one[:2] for one in found(arguments)] == [("SM601", "block.part"), ("SM101", "block.part")]
+        assert arguments["model"].block.part is part, "put back"
+    assert getattr(compiled(Faulty()), "_compiled_call_impl", None) is not None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "usual"),
+    [("capture_scalar_outputs", True, False), ("allow_unspec_int_on_nn_module", True, False), ("recompile_limit", 64, 8)],
+)  # fmt: skip
+def test_options_that_make_no_capture_safe(option: str, value: Any, usual: Any, built: Built) -> None:
+    """Each is said to hide the fault, with the three ways out in their order; the usual value is fine."""
+    with torch._dynamo.config.patch(**{option: usual}):
+        assert found(built()) == []
+    with torch._dynamo.config.patch(**{option: value}):
+        [finding] = audit(built()).findings
+    assert (finding.code, finding.severity) == ("SM605", "warning") and f"{option} is {value}" in finding.why
+    ways = [finding.mend.index(way) for way in ("torch.compiler.disable", "hoist", "custom op")]
+    assert ways == sorted(ways)
