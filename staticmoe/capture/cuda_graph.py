@@ -189,6 +189,8 @@ class CudaGraphCapture:
                 iteration()
         except BaseException as error:
             self._forget()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             if isinstance(error, torch.AcceleratorError) or "capture" in str(error).lower():
                 raise CaptureError(
                     f"the GPU refused to capture the iteration: {error}; run with capture='off' and "

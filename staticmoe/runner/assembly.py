@@ -283,7 +283,8 @@ class Assembly:
         self.capture.prepare(self.adapter.parameters)
         wrapped = self._wrapped(config)
         iteration = TrainIteration(wrapped, self.adapter, inputs, self.guard)
-        return self._build(wrapped, iteration, inputs, self._loss_fn, "training")
+        with self._memory.explaining(inputs.shape):
+            return self._build(wrapped, iteration, inputs, self._loss_fn, "training")
 
     def _build_evaluation(self, shape: BatchShape) -> Ladder:
         self._flush()

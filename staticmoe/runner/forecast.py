@@ -9,9 +9,11 @@ Letters: N micro-batches of a step, G parameter groups, W staged hyper-parameter
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +31,13 @@ from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.iteration import TrainIteration, Wrapped
 from staticmoe.runner.memory import Memory, MemoryForecast, Variant, in_words, over_construction
 from staticmoe.runner.rehearsal import Tally, allocated, bytes_of, rehearsal
+from staticmoe.runner.shortage import allocation_lines
 
 log = logging.getLogger(__name__)
 
 # From the second micro-batch on, gradients are added: more of them need no more memory.
 _MOST_REHEARSED = 2
+_LESS = "lower capacity_factor, the micro-batch or the model, or checkpoint activations"
 
 
 class _FakeInputs:
@@ -136,7 +140,9 @@ class Foresight:
         self.scalars.place(device)
         existing = self._existing()
         others = torch.cuda.memory_allocated(device) - bytes_of(existing) if device.type == "cuda" else 0
-        with rehearsal(device, self._owners(), self._functions(), [*existing, *self.guard.tensors.values()]) as tally:
+        modules = {id(module): name or "(the model)" for name, module in model.named_modules()}
+        real = [*existing, *self.guard.tensors.values()]
+        with rehearsal(device, self._owners(), self._functions(), real, modules) as tally:
             self.adapter.create_state()
             state = bytes_of(t for t in self.adapter.state_tensors.values() if t.device.type == device.type)
             iteration = self._learnt(shape)
@@ -205,13 +211,23 @@ class Foresight:
         config = self.wrapped.config
         fixes = [
             f"{what} would need {in_words(total)}" for what, total in self._ways_out(forecast) if total <= limit
-        ] or ["lower capacity_factor, the micro-batch or the model, or checkpoint activations"]
+        ] or [_LESS]
         return (
             f"memory: expected to need at most {in_words(limit)} ({limit} bytes"
             f"{'' if config.memory_limit_bytes is not None else ', what the device has for this process'}), the "
             f"forecast is {in_words(forecast.total)} ({forecast.total} bytes); {'; '.join(fixes)}\n"
-            + "\n".join(forecast.lines())
+            + "\n".join([*forecast.lines(), *allocation_lines(forecast.variants[0].largest)])
         )
+
+    def shortage(self, shape: BatchShape, error: torch.OutOfMemoryError) -> str:
+        """What to say of `error`, which came while a graph for micro-batches of `shape` was made."""
+        device, reason = self.wrapped.device, (str(error).splitlines() or [""])[0]
+        forecast = self.of(shape)
+        head = f"memory: expected an iteration that fits on {device}, got out of memory ({reason})"
+        if forecast is None:
+            return f"{head}; {_LESS}. There is no forecast: the iteration does not run on tensors without values"
+        lines = [*forecast.lines(), *allocation_lines(forecast.variants[0].largest)]
+        return "\n".join([f"{head}; the forecast is {in_words(forecast.total)}; {_LESS}", *lines])
 
     def _ways_out(self, forecast: MemoryForecast) -> Iterator[tuple[str, int]]:
         """What could be done, and the total that it would leave."""
@@ -240,7 +256,7 @@ def _rehearse_one(tally: Tally, iteration: TrainIteration, config: RunnerConfig)
     iteration()
     gradients = bytes_of(iteration.gradients)
     name = "dropless" if config.capacity_factor is None else f"capacity_factor={config.capacity_factor}"
-    return Variant(name, gradients, tally.peak - gradients)
+    return Variant(name, gradients, tally.peak - gradients, tally.ledger.largest())
 
 
 class MemoryBook:
@@ -271,6 +287,20 @@ class MemoryBook:
             if self._forecast is not None:
                 log.info("memory forecast:\n%s", "\n".join(self._forecast.lines()))
                 foresight.check(self._forecast)
+
+    @contextlib.contextmanager
+    def explaining(self, shape: BatchShape) -> Iterator[None]:
+        """Within: a training graph of `shape` is made.
+
+        Raises:
+            MemoryLimitError: the device ran out of memory; with the forecast, and the largest allocations by line.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            # What the failed iteration had in its variables is free from here on.
+            traceback.clear_frames(error.__traceback__)
+            raise MemoryLimitError(self._foresight().shortage(shape, error)) from error
 
     def report(self, device: torch.device, graphs: int) -> Memory:
         """The forecast beside what has been measured on `device` by now; `graphs` bytes are kept by graphs."""

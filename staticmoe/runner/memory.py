@@ -9,6 +9,21 @@ _WIDTH = 80
 
 
 @dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Memory that one line of the user's has made.
+
+    Attributes:
+        bytes: of all its tensors that are alive at a time.
+        tensors: how many.
+        place: file, line and module.
+    """
+
+    bytes: int
+    tensors: int
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Variant:
     """What one graph needs: bytes.
 
@@ -17,11 +32,13 @@ class Variant:
         gradients: that it keeps between replays.
         activations: the most that an iteration has allocated at one time beside the gradients it ends with: what is
             saved for the backward, and temporaries.
+        largest: of these, at that time, by line.
     """
 
     name: str
     gradients: int
     activations: int
+    largest: tuple[Allocation, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def peak(self) -> int:

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from staticmoe.capture.dynamo import Observer
 from staticmoe.capture.provenance import storage_key, tensors_in
 from staticmoe.capture.seeding import ONE_AT_A_TIME
+from staticmoe.capture.source import locate
 from staticmoe.ops.scratch import SCRATCH
 from staticmoe.runner.fakes import FakeOperations
+from staticmoe.runner.shortage import Ledger
 
 # What torch's allocator on a GPU rounds an allocation up to.
 _QUANTUM = 512
@@ -56,14 +58,18 @@ class Tally(Observer):
     Args:
         device: whose memory counts.
         fake: gives the real tensors that an operation is handed their twins.
+        modules: id(module) -> dotted path, to name lines by.
 
     Attributes:
         live, peak: bytes now, and at most so far, since the last `begin`.
+        ledger: which these are.
     """
 
-    def __init__(self, device: torch.device, fake: FakeTensorMode) -> None:
+    def __init__(self, device: torch.device, fake: FakeTensorMode, modules: Mapping[int, str]) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.ledger = Ledger()
+        self._modules = modules
         self._device = device
         self._fake = fake
         self._operations = FakeOperations(fake)
@@ -75,6 +81,7 @@ class Tally(Observer):
     def begin(self) -> None:
         """Count from 0: what has been made so far counts no more, whenever it is let go of."""
         self.live = self.peak = 0
+        self.ledger = Ledger()
         self._run += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,7 +103,7 @@ class Tally(Observer):
         scratch = SCRATCH.get(func) if self._device.type == "cuda" else None
         if scratch is not None:
             phases = (sum(map(allocated, phase)) for phase in scratch(*args))
-            self.peak = max(self.peak, self.live + max(phases))
+            self._rise(self.live + max(phases))
         for tensor in tensors_in(result):
             self._enter(tensor)
         return result
@@ -139,13 +146,20 @@ class Tally(Observer):
         storage = tensor.untyped_storage()
         size, run = allocated(storage.nbytes()), self._run
         self.live += size
-        self.peak = max(self.peak, self.live)
+        self.ledger.made(key, size, locate(self._modules))
+        self._rise(self.live)
         self._alive[key] = weakref.ref(storage, lambda _: self._leave(key, size, run))
+
+    def _rise(self, total: int) -> None:
+        if total > self.peak:
+            self.peak = total
+            self.ledger.at_peak()
 
     def _leave(self, key: int, size: int, run: int) -> None:
         self._alive.pop(key, None)
         if run == self._run:
             self.live -= size
+            self.ledger.gone(key)
 
 
 class Untouched:
@@ -241,7 +255,11 @@ def _holds_fake(value: Any, depth: int = 0) -> bool:
 
 @contextlib.contextmanager
 def rehearsal(
-    device: torch.device, owners: Iterable[object], functions: Iterable[Callable[..., Any]], tensors: Iterable[Tensor]
+    device: torch.device,
+    owners: Iterable[object],
+    functions: Iterable[Callable[..., Any]],
+    tensors: Iterable[Tensor],
+    modules: Mapping[int, str],
 ) -> Iterator[Tally]:
     """Within: nothing is computed, and no memory allocated; afterwards nothing has happened.
 
@@ -249,6 +267,7 @@ def rehearsal(
         device: whose memory is counted.
         owners, functions: what may change while the iteration runs; see `Untouched`.
         tensors: real ones that may be written.
+        modules: id(module) -> dotted path.
 
     Raises:
         Exception: whatever the Python within raises, and what torch does where a value or its memory is asked for.
@@ -257,7 +276,7 @@ def rehearsal(
     # Else a fake tensor has the address 0, and a kernel that is no torch operation would be launched on it.
     with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         fake = FakeTensorMode(allow_fallback_kernels=False)
-    tally = Tally(device, fake)
+    tally = Tally(device, fake, modules)
     for tensor in tensors:
         tally.twin(tensor)
     try:
