@@ -24,7 +24,7 @@ from staticmoe.capture.source import _TORCH, Source, locate
 from staticmoe.errors import CompileError
 
 # torch's function around a compiled one, and its variable for that one.
-_WRAPPER, _WRAPPED = "compile_wrapper", "fn"
+WRAPPER, WRAPPED = "compile_wrapper", "fn"
 # The reason of a recompilation: "0/3: guard  # line  # file:12 in forward".
 _REASON = re.compile(r"^\d+/\d+: (.*?)\s+# .*?:(\d+) in ", re.DOTALL)
 
@@ -139,6 +139,7 @@ class Observer(TorchDispatchMode):
     """
 
     calls: CompiledCalls | None = None
+    supports_higher_order_operators = True
 
     def __enter__(self) -> Any:
         _install()
@@ -186,8 +187,8 @@ def _asking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return original(given)
         wrapper: FrameType = sys._getframe(1)
         calls = modes[-1].calls if modes else None
-        if calls is not None and wrapper.f_code.co_name == _WRAPPER:
-            calls.add(wrapper.f_locals[_WRAPPED])
+        if calls is not None and wrapper.f_code.co_name == WRAPPER:
+            calls.add(wrapper.f_locals[WRAPPED])
         if count_frames is not None:
             # What should compile whole is not counted for it, and not refused for having compiled nothing.
             count_frames(-1)

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from staticmoe.capture import collectives
+from staticmoe.capture.attention import is_flex, stand_in, will_be_compiled
 from staticmoe.capture.dynamo import CompiledCalls, Observer
 from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowed
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
@@ -105,6 +107,8 @@ class Recorder(Observer):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._run_higher(func, args, kwargs)
         if func.namespace == "profiler" or collectives.is_wrapper(func):
             return func(*args, **kwargs)
         if collectives.is_unfinished(types):
@@ -136,6 +140,15 @@ class Recorder(Observer):
                 if storage_key(tensor) not in before:
                     self._findings.made(tensor, of_weights=of_weights)
         return result
+
+    def _run_higher(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """An operation without a schema: flex attention that will be compiled has a stand-in while it is observed."""
+        if not is_flex(func):
+            raise NotImplementedError(f"{func.name()} is no operation that an iteration under observation can hold")
+        if self._tape is None and ("backward" in func.name() or will_be_compiled()):
+            with self:
+                return stand_in(func, args)
+        return func(*args, **kwargs)
 
     def _run_implementation(self, func: Any, implementation: Any, args: Any, kwargs: Any) -> Any:
         """Record what a custom operation is made of: a replay must not run its Python again.

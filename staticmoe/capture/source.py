@@ -15,7 +15,7 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-_SKIPPED = (_TORCH, _PACKAGE, contextlib.__file__, "<frozen", "<string>")
+_SKIPPED = (_TORCH, _PACKAGE, contextlib.__file__, "<frozen", "<string>", "<eval_with_key>")
 _LIBRARY = str(Path(random.__file__).parent)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from staticmoe.capture import Capture, Graph, Provenance, Recorder
+from staticmoe.capture.attention import guarded
 from staticmoe.capture.change import Change
 from staticmoe.capture.dynamo import as_written
 from staticmoe.capture.findings import Finding, Findings, audit_error, source_of_error
@@ -167,7 +168,8 @@ class Program:
             calls=self._proof.calls,
         )
         self._provenance.declare({**self.inputs.tensors, **self._guard.tensors}, changing=True)
-        with self._provenance.open(), self._guard.withholding():
+        attention = guarded(self._modules, self._proof.refuse)
+        with self._provenance.open(), self._guard.withholding(), attention:
             try:
                 yield
             finally:
@@ -212,7 +214,8 @@ class Program:
         own |= {storage_key(t) for fields in self._wrapped.scratch.values() for t in fields.values()}
         for binding in self._wrapped.bindings.values():
             binding.entered = 0
-        with self._provenance.saving():
+        regions = self._wrapped.regions
+        with self._provenance.saving(), regions.counting() if regions is not None else contextlib.nullcontext():
             self._observe(self._iteration.probe)
         idle = [name or "(the model)" for name, binding in self._wrapped.bindings.items() if not binding.entered]
         if idle:

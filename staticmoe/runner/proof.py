@@ -49,6 +49,18 @@ class Proof:
         self.calls = CompiledCalls(modules)
         self._regions, self._config, self._findings = regions, config, findings
 
+    def refuse(self, finding: Finding) -> None:
+        """Take what must not go on.
+
+        Raises:
+            AuditError: at once; with another `audit` it is logged, and goes on.
+        """
+        new = self._findings.add(finding)
+        if self._config.audit == "error":
+            raise audit_error(self._findings.items)
+        if self._config.audit == "warn" and new:
+            log.warning("%s", finding)
+
     def before_capture(self, run: Callable[[], None], *, emulated: bool) -> None:
         """Let what is compiled be compiled, and tuned, by warm-ups of `run`; refuse what then runs uncompiled.
 
@@ -91,7 +103,7 @@ class Proof:
 
 @contextlib.contextmanager
 def _updates(parameters: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
-    """Count, in the versions of `parameters`, the writes of an update that is withheld; afterwards they are as before."""
+    """Count the writes of an update that is withheld in the versions of `parameters`; they are put back."""
     written, before = tuple(parameters), tuple(parameter._version for parameter in parameters)
     count = torch._C._autograd._unsafe_set_version_counter
     try:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -23,12 +24,14 @@ from staticmoe.capture.change import Change
 from staticmoe.capture.dynamo import entries_of, is_compiled
 from staticmoe.errors import CompileError
 from staticmoe.runner.participants import participant_of
+from staticmoe.runner.unrolled import counted
 
 log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 # torch gives up on a function, in silence, with 8 entries; training and evaluation of one shape take two.
 _MOST_ENTRIES = 6
+_DYNAMO = str(Path(torch.__file__).parent / "_dynamo")
 # Modules that only hold others have no forward of their own.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
 # The compiler keeps global books: two threads that fill them corrupt each other's.
@@ -161,7 +164,9 @@ class Regions:
         with _compiling:
             try:
                 result = one.compiled(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
+                if isinstance(error, AssertionError) and not _is_dynamos(error):
+                    raise
                 reason = str(error).strip().splitlines()[0]
                 self._refuse(one, f"{reason} ({type(error).__name__})", error)
                 result = one.eager(*args, **kwargs)
@@ -211,6 +216,10 @@ class Regions:
                     torch._dynamo.config.recompile_limit,
                 )
 
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """Within: an iteration runs as it was written; loops that compiling would unroll are warned of."""
+        return counted({one.name: one.module for one in self.regions})
+
     def _refuse(self, one: Region, reason: str, error: Exception | None = None) -> None:
         words = f"region '{one.name}' ({type(one.module).__name__}): expected one that compiles whole, got: {reason}"
         if not self._fallback:
@@ -220,3 +229,11 @@ class Regions:
             ) from error
         log.warning("%s; it stays uncompiled (compile_fallback)", words)
         one.compiled = one.eager
+
+
+def _is_dynamos(error: BaseException) -> bool:
+    """Whether the compiler raised it: it refuses some calls (mark_dynamic) with an error that users raise as well."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_DYNAMO)

@@ -1,4 +1,4 @@
-"""Compiled code in what is audited: parts that stay compiled are clean, what runs uncompiled is named with its place."""
+"""Compiled code in what is audited: parts that stay compiled are clean, what runs uncompiled is named by its place."""
 
 from __future__ import annotations
 
@@ -54,9 +54,14 @@ def found(arguments: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(
     "part",
-    [compiled, torch.compile, lambda module: torch.compile(module.forward), lambda module: torch.compile(fullgraph=True)(module)],
+    [
+        compiled,
+        torch.compile,
+        lambda part: torch.compile(part.forward),
+        lambda part: torch.compile(part, fullgraph=True),
+    ],
     ids=["in place", "wrapped", "its forward", "whole"],
-)  # fmt: skip
+)
 def test_parts_that_compile_are_clean(part: Callable[[nn.Module], Any], built: Built) -> None:
     """And are afterwards as uncompiled as before: what a user has of the compiler's budget is theirs."""
     assert found(built(Calling(part(Mlp())))) == []
@@ -111,8 +116,12 @@ def test_layers_of_the_step_are_not_compiled_by_hand(built: Built) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "usual"),
-    [("capture_scalar_outputs", True, False), ("allow_unspec_int_on_nn_module", True, False), ("recompile_limit", 64, 8)],
-)  # fmt: skip
+    [
+        ("capture_scalar_outputs", True, False),
+        ("allow_unspec_int_on_nn_module", True, False),
+        ("recompile_limit", 64, 8),
+    ],
+)
 def test_options_that_make_no_capture_safe(option: str, value: Any, usual: Any, built: Built) -> None:
     """Each is said to hide the fault, with the three ways out in their order; the usual value is fine."""
     with torch._dynamo.config.patch(**{option: usual}):

@@ -1,7 +1,7 @@
 """What makes a compiled function move: six ways to keep a bank of weights, each by its order of compiler entries.
 
-A bank is one tensor stacked of the weights of many modules. Orders are numbers of entries after each step, as torch 2.11
-and 2.13 count them; torch gives a function up at the eighth. The audit names each that moves, by its line, and no other.
+A bank is one tensor stacked of the weights of many modules. Orders are numbers of entries after each step, as torch
+2.11 and 2.13 count them; torch gives a function up at the eighth. The audit names each that moves, and no other.
 """
 
 from __future__ import annotations

@@ -156,6 +156,98 @@ def test_a_region_that_breaks_is_named_or_stays_as_it_is(caplog: pytest.LogCaptu
     assert "region 'dense'" in caplog.text and "stays uncompiled" in caplog.text
 
 
+class Marking(nn.Module):
+    """Asks for a dynamic size where it is compiled, which torch refuses by an AssertionError."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.mark_dynamic(x, 0)
+        return 2 * x
+
+
+class Switching(nn.Module):
+    """Switches the compiler off for a part of itself."""
+
+    @torch.compiler.disable
+    def part(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + 1
+
+
+@pytest.mark.parametrize("kind", [Marking, Switching])
+def test_a_block_that_cannot_be_whole_stays_eager_by_option_alone(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused by name; with the option reported, eager, equal to an uncompiled run, and the others compiled."""
+    losses = []
+    model = Model()
+    model.dense.append(kind())
+    with pytest.raises(CompileError, match=r"region 'dense' \(Sequential\): expected one that compiles whole"):
+        wrapped(model, capture="off")
+    for options in ({"compile_fallback": True}, {"compile": "off"}):
+        torch.manual_seed(0)
+        model = Model()
+        model.dense.append(kind())
+        with wrapped(model, capture="off", **options) as runner:
+            losses.append([float(runner.step(batch(number)).loss) for number in range(3)])
+            found = runner._parts._regions
+            if found is not None:
+                assert [one.name for one in found.regions if one.compiled is one.eager] == ["dense"]
+                assert [one.entries for one in found.regions] == [1, 1, 1, 1, 0]
+    assert "region 'dense' (Sequential)" in caplog.text and "it stays uncompiled (compile_fallback)" in caplog.text
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_an_assertion_of_the_users_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mark_dynamic is refused with an error of the same class."""
+
+    class Asserting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("the user's own")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = Model()
+    model.dense.append(Asserting())
+    found = Regions(model, fallback=True, limit_s=60)
+    with pytest.raises(AssertionError, match="the user's own"):
+        found.around(lambda: model(batch(0)["tokens"]).sum().backward())()
+
+
+class Looped(nn.Module):
+    """One module after the other."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for part in self.parts:
+            y = y + part(x)
+        return y
+
+
+def test_loops_are_counted_before_anything_is_compiled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By region, line and number, of one call; seven bodies are no loop worth a word."""
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        Regions, "_first_call", lambda *given: compiled.append(caplog.text) or given[1].eager(*given[2], **given[3])
+    )
+    model = Model(layers=1)
+    model.dense.append(Looped(32))
+    model.dense.append(Looped(7))
+    with caplog.at_level(logging.WARNING):
+        wrapped(model, capture="off").close()
+    [text] = {text for text in compiled if text}
+    assert text.count("the compiler unrolls into") == 1
+    assert "region dense: the loop at" in text and "calls 32 modules (Linear)" in text
+    assert "\"y = y + part(x)\" in module 'dense.2'" in text
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_a_compiler_that_gives_up_in_silence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proof by the compiler's entries: it ran, and nothing was compiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
