@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from staticmoe.capture.findings import SEVERITIES, Finding, by_severity
+from staticmoe.capture.findings import SEVERITIES, Finding, by_severity, key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,11 @@ class Report:
 
     @classmethod
     def of(cls, findings: list[Finding], not_looked_at: list[str], seconds: float) -> Report:
-        """A report of findings in any order; one that was found twice is listed once."""
-        return cls(tuple(by_severity(dict.fromkeys(findings))), tuple(not_looked_at), seconds)
+        """A report of findings in any order; one that several iterations showed in one place is listed once."""
+        by_place: dict[object, Finding] = {}
+        for finding in findings:
+            by_place.setdefault(key_of(finding), finding)
+        return cls(tuple(by_severity(by_place.values())), tuple(not_looked_at), seconds)
 
     @property
     def counts(self) -> dict[str, int]:

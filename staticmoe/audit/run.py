@@ -113,7 +113,8 @@ def _inspect(assembly: Assembly, shapes: list[BatchShape], given: Arguments, not
     findings: list[Finding] = []
     runs = [(shape, True) for shape in shapes]
     if given.eval_fn is not None:
-        runs.append((shapes[0], False))
+        # Training once more: an evaluation may have left it something.
+        runs += [(shapes[0], False), (shapes[0], True)]
     else:
         not_looked_at.append("evaluation: pass eval_fn to have it looked at")
     if assembly.device.type == "cpu":

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from staticmoe.capture.provenance import storage_key
 from staticmoe.capture.source import _SKIPPED, Source
+from staticmoe.capture.weight_copies import WeightCopies
 from staticmoe.errors import AuditError
 
 # Most severe first. Only errors stop a capture.
@@ -91,14 +92,18 @@ class Findings:
     """What the observed iterations of one program have shown so far, a kind and a line once.
 
     Args:
-        parameters: what they compute from these alone is recognised when a later iteration reads it.
+        parameters: name -> parameter; what iterations compute from these alone is recognised when a later one reads it.
+
+    Attributes:
+        copies: what they read that was there before them.
     """
 
-    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor] | None = None) -> None:
         self._found: dict[tuple[str, object, object], Finding] = {}
         self._stale: dict[str, tuple[str, object, object]] = {}
-        self._parameters = frozenset(map(storage_key, parameters))
-        self._of_weights: dict[int, bool] = {}
+        parameters = parameters or {}
+        self.copies = WeightCopies(parameters)
+        self._parameters = frozenset(map(storage_key, parameters.values()))
         self._reported: dict[int, StorageWeakRef] = {}
         self._fresh: set[int] = set()
 
@@ -114,7 +119,7 @@ class Findings:
 
     def add(self, finding: Finding) -> bool:
         """Take a finding in; False where it is known, or silenced in the user's file."""
-        key = _key(finding)
+        key = key_of(finding)
         if key in self._found or is_allowed(finding.code, finding.source):
             return False
         self._found[key] = finding
@@ -126,25 +131,20 @@ class Findings:
 
     def end(self) -> None:
         """Let go of what is known of tensors, and keep what was found."""
-        self._stale, self._of_weights, self._reported, self._fresh = {}, {}, {}, set()
+        self.copies.end()
+        self._stale, self._reported, self._fresh = {}, {}, set()
 
-    def made(self, tensor: Tensor, *, of_weights: bool) -> None:
+    def made(self, tensor: Tensor) -> None:
         """Enter a fresh result."""
         self._fresh.add(storage_key(tensor))
-        self.wrote(tensor, of_weights=of_weights)
-
-    def wrote(self, tensor: Tensor, *, of_weights: bool) -> None:
-        """Enter a write into existing memory."""
-        self._of_weights[storage_key(tensor)] = of_weights
 
     def is_fresh(self, tensor: Tensor) -> bool:
         """Whether this iteration made the memory of `tensor`."""
         return storage_key(tensor) in self._fresh
 
-    def comes_from_weights(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter, or was computed from parameters and constants alone."""
-        key = storage_key(tensor)
-        return key in self._parameters or self._of_weights.get(key, False)
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is memory of a parameter."""
+        return storage_key(tensor) in self._parameters
 
     def first_report(self, tensor: Tensor) -> bool:
         """Whether nothing was reported of the memory of `tensor` yet; it counts as reported from here on."""
@@ -157,7 +157,7 @@ class Findings:
 
     def add_stale(self, holder: str, finding: Finding) -> bool:
         """Like `add`, for a read of what an earlier iteration left in `holder`."""
-        self._stale.setdefault(holder, _key(finding))
+        self._stale.setdefault(holder, key_of(finding))
         return self.add(finding)
 
     def take_stale(self, holder: str) -> Finding | None:
@@ -166,6 +166,7 @@ class Findings:
         return self._found.pop(key, None) if key is not None else None
 
 
-def _key(finding: Finding) -> tuple[str, object, object]:
+def key_of(finding: Finding) -> tuple[str, object, object]:
+    """What makes two findings one: code and line; without a line, module and reason."""
     source = finding.source
     return (finding.code, source.file, source.line) if source.file else (finding.code, source.module, finding.why)

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from staticmoe.capture.rules import MEND_READ, Refusal
+from staticmoe.capture.source import is_users_call
 
+# As the name of a getter, which is what a mode sees of a read attribute.
+_VERSION = Tensor._version.__get__
+_MEND_VERSION = (
+    "compute what depends on the weights in every iteration, or keep weights that are used together as one parameter from "
+    "the start"
+)
 _HOST_READS = {
     Tensor.item: ("SM101", "Tensor.item()"),
     Tensor.tolist: ("SM102", "Tensor.tolist()"),
@@ -55,6 +62,9 @@ class HostReadGuard(TorchFunctionMode):
         read = _HOST_READS.get(func) if func.__hash__ is not None else None
         if read is not None:
             self._fault(Refusal(read[0], f"{read[1]} reads a device value on the host", MEND_READ))
+        elif func == _VERSION and isinstance(args[0], torch.nn.Parameter) and is_users_call():
+            why = "reads a parameter's version counter, which a replay neither looks at nor counts on"
+            self._fault(Refusal("SM404", why, _MEND_VERSION))
         elif func is torch.nn.functional.one_hot:
             if not _has_num_classes(*args, **kwargs):
                 why = "one_hot without num_classes reads the largest value on the host"

@@ -57,6 +57,7 @@ class _Made:
     derived: bool
     written: bool
     source: Source
+    of_weights: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Provenance:
         self._constants: list[Tensor] = []
         self._constant_keys: set[int] = set()
         self._made: dict[int, _Made] = {}
+        self._filled_from_weights: set[int] = set()
         self.declare(steady, changing=False)
         self.declare(changing, changing=True)
 
@@ -114,6 +116,7 @@ class Provenance:
             self._names.pop(key, None)
             self._changing.discard(key)
             self._written.discard(key)
+            self._filled_from_weights.discard(key)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -127,6 +130,11 @@ class Provenance:
         finally:
             self._constants = []
             self._constant_keys = set()
+
+    @property
+    def alive(self) -> list[Tensor]:
+        """Every tensor that was there when the book was opened."""
+        return self._constants
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -146,6 +154,11 @@ class Provenance:
         """Whether `tensor` outlives an iteration: declared, or alive before the first one."""
         key = storage_key(tensor)
         return key in self._names or key in self._constant_keys
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether `tensor` was alive before, and is neither declared nor written since."""
+        key = storage_key(tensor)
+        return key in self._constant_keys and key not in self._names and key not in self._written
 
     def is_unknown(self, tensor: Tensor) -> bool:
         """Whether nothing was ever seen of `tensor`."""
@@ -183,20 +196,28 @@ class Provenance:
                 return True
         return False
 
-    def made(self, tensor: Tensor, *, derived: bool, written: bool, source: Source) -> None:
+    def is_of_weights(self, tensor: Tensor) -> bool:
+        """Whether the latest write into `tensor` took weights, or what was made of them, and nothing else that changes."""
+        key = storage_key(tensor)
+        made = self._made.get(key)
+        return made.of_weights if made is not None else key in self._filled_from_weights
+
+    def made(self, tensor: Tensor, *, derived: bool, written: bool, source: Source, of_weights: bool = False) -> None:
         """Enter a fresh output."""
         weak = StorageWeakRef(tensor.untyped_storage())
-        self._made[storage_key(tensor)] = _Made(weak, self._epoch, derived, written, source)
+        self._made[storage_key(tensor)] = _Made(weak, self._epoch, derived, written, source, of_weights)
 
-    def will_write(self, tensor: Tensor, *, derived: bool) -> None:
+    def will_write(self, tensor: Tensor, *, derived: bool, of_weights: bool = False) -> None:
         """Enter a write into existing memory, just before it happens."""
         key = storage_key(tensor)
         made = self._made.get(key)
         if made is not None:
             made.written = True
             made.derived = made.derived or derived
+            made.of_weights = of_weights
         elif self.outlives(tensor):
             self._written.add(key)
+            (self._filled_from_weights.add if of_weights else self._filled_from_weights.discard)(key)
             if self._saving and key not in self.mutated:
                 raw = raw_bytes(tensor)
                 self.mutated[key] = Mutation(self._names.get(key, ""), raw, raw.clone())

@@ -24,6 +24,7 @@ from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowe
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
 from staticmoe.capture.rules import Refusal, refusal
+from staticmoe.capture.schemas import mutated, name_of, overwritten
 from staticmoe.capture.source import Source, locate
 from staticmoe.capture.tape import Entry, Tape, operation
 
@@ -35,6 +36,9 @@ _MEND_ORIGIN = "make it a parameter, a buffer or part of the batch, or compute i
 _MEND_CACHE = (
     "compute it in every iteration; weights that are used together are best kept as one parameter from the start"
 )
+# Indexed assignment turns a Python number into a tensor without an operation; it is a literal like any other.
+_HALF = (torch.bfloat16, torch.float16)
+_TAKES_LITERAL = {"index_put_", "_index_put_impl_", "fill_", "copy_"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
@@ -125,20 +129,15 @@ class Recorder(Observer):
                 self._fault(reason._replace(why=f"{func} {reason.why}", ends=lasting))
             self._check_origins(func, args, kwargs, inputs)
         before = {storage_key(tensor) for tensor in inputs}
+        self._findings.copies.read(before)
         derived = torch.Tag.nondeterministic_seeded in func.tags or self._provenance.is_derived(inputs)
-        written = [] if func.is_view else _mutated(func, args, kwargs)
-        for tensor in written:
-            self._provenance.will_write(tensor, derived=derived)
+        written = [] if func.is_view else mutated(func, args, kwargs)
         of_weights = self._audit != "off" and self._only_weights(inputs)
         for tensor in written:
-            self._findings.wrote(tensor, of_weights=of_weights)
+            self._provenance.will_write(tensor, derived=derived, of_weights=of_weights)
         result = func(*args, **kwargs)
         self._check_layouts(func, tensors_in(result))
-        self._enter(func, args, kwargs, result, before, derived, bool(written))
-        if self._audit != "off":
-            for tensor in tensors_in(result):
-                if storage_key(tensor) not in before:
-                    self._findings.made(tensor, of_weights=of_weights)
+        self._enter(func, args, kwargs, result, before, (derived, of_weights), bool(written))
         return result
 
     def _run_higher(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
@@ -161,7 +160,7 @@ class Recorder(Observer):
             with self:
                 return implementation(*args, **kwargs)
         derived = self._provenance.is_derived(inputs)
-        for tensor in _mutated(func, args, kwargs):
+        for tensor in mutated(func, args, kwargs):
             self._provenance.will_write(tensor, derived=derived)
         outer, self._unseen_writes = self._unseen_writes, True
         try:
@@ -182,19 +181,21 @@ class Recorder(Observer):
     def _check_origins(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         """Every input needs a known origin, save memory that the operation only writes."""
         self._check_layouts(func, inputs)
-        overwritten = {storage_key(tensor) for tensor in _overwritten(func, args, kwargs)}
+        only_written = {storage_key(tensor) for tensor in overwritten(func, args, kwargs)}
         for tensor in inputs:
-            if _name(func) == "lift_fresh" and self._provenance.is_unknown(tensor):
+            if name_of(func) == "lift_fresh" and self._provenance.is_unknown(tensor):
                 # Python or numpy values on their way into a tensor: the place to name, if an operation reads it.
                 weak = StorageWeakRef(tensor.untyped_storage())
                 self._lifted[storage_key(tensor)] = weak, locate(self._modules)
-            if func.is_view or storage_key(tensor) in overwritten:
+            if func.is_view or storage_key(tensor) in only_written:
                 continue
-            if _name(func) in _TAKES_LITERAL and self._is_literal(tensor):
+            if name_of(func) in _TAKES_LITERAL and self._is_literal(tensor):
                 continue
             fault = self._provenance.fault(tensor, unseen_writes=self._unseen_writes)
             if fault is not None and not self._quiet and self._findings.first_report(tensor):
                 self._report_origin(func, tensor, fault)
+            elif fault is None and self._provenance.is_constant(tensor) and self._findings.copies.is_new(tensor):
+                self._findings.copies.note(tensor, locate(self._modules))
 
     def _report_origin(self, func: Any, tensor: Tensor, fault: str) -> None:
         """Tell apart the ways in which a tensor can have come from elsewhere."""
@@ -205,7 +206,7 @@ class Recorder(Observer):
             self._fault(Refusal("SM306" if made_at is None else "SM117", why, _MEND_ORIGIN), source=made_at)
         elif self._provenance.fault(tensor, unseen_writes=True) is None:
             self._fault(Refusal("SM307", why, "write it before it is read, or use torch.zeros"))
-        elif not self._findings.comes_from_weights(tensor):
+        elif not self._comes_from_weights(tensor):
             self._fault(Refusal("SM305", why, _MEND_ORIGIN), holder=holder)
         elif not holder and torch.is_autocast_cache_enabled() and tensor.dtype in _HALF:
             mend = "leave cache_enabled alone, or give RunnerConfig(autocast=...), which switches that cache off"
@@ -217,19 +218,22 @@ class Recorder(Observer):
 
     def _only_weights(self, inputs: list[Tensor]) -> bool:
         """Whether `inputs` hold weights, or what was made of them, and else nothing that changes."""
-        weights = [tensor for tensor in inputs if self._findings.comes_from_weights(tensor)]
+        weights = [tensor for tensor in inputs if self._comes_from_weights(tensor)]
         others = [tensor for tensor in inputs if not any(tensor is weight for weight in weights)]
         return bool(weights) and not self._provenance.is_derived(others)
+
+    def _comes_from_weights(self, tensor: Tensor) -> bool:
+        return self._findings.is_parameter(tensor) or self._provenance.is_of_weights(tensor)
 
     def _is_literal(self, tensor: Tensor) -> bool:
         """A Python number that torch made a tensor of without an operation."""
         return tensor.dim() == 0 and tensor.device.type == "cpu" and self._provenance.is_unknown(tensor)
 
     def _enter(
-        self, func: Any, args: Any, kwargs: Any, result: Any, before: set[int], derived: bool, writes: bool
+        self, func: Any, args: Any, kwargs: Any, result: Any, before: set[int], origin: tuple[bool, bool], writes: bool
     ) -> None:
-        """Note what the operation made and put it on the tape."""
-        name = _name(func)
+        """Note what the operation made, and of what (derived, of weights); put it on the tape."""
+        name = name_of(func)
         results = result if isinstance(result, (tuple, list)) else (result,)
         fresh = [
             (position, tensor)
@@ -237,8 +241,11 @@ class Recorder(Observer):
             if isinstance(tensor, Tensor) and storage_key(tensor) not in before
         ]
         source = locate(self._modules) if fresh else Source()
+        derived, of_weights = origin
         for _, tensor in fresh:
-            self._provenance.made(tensor, derived=derived, written=name not in _EMPTY, source=source)
+            self._findings.made(tensor)
+            written = name not in _EMPTY
+            self._provenance.made(tensor, derived=derived, written=written, source=source, of_weights=of_weights)
         if self._tape is None:
             return
         for tensor in tensors_in(args, kwargs):
@@ -313,11 +320,6 @@ def _in_reentrant_checkpoint() -> bool:
     return False
 
 
-def _name(func: Any) -> str:
-    """Operation name without namespace and overload."""
-    return func._schema.name.split("::")[-1]
-
-
 def _without_history(tree: Any) -> Any:
     """Copy of arguments with every tensor cut from the autograd graph, which would else live as long as the tape."""
     if isinstance(tree, Tensor):
@@ -338,39 +340,3 @@ def _python_implementation(func: Any, args: Any, kwargs: Any) -> Any:
     device = devices.pop() if len(devices) == 1 else None
     functions = definition._backend_fns
     return functions.get(device) or functions.get(None) or definition._init_fn
-
-
-# Batch norms whose schemas do not say that training (argument 5) writes the running statistics (3 and 4).
-_SILENT_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors that the operation writes."""
-    name = _name(func)
-    written = tensors_in(args[3:5]) if name in _SILENT_BATCH_NORMS and args[5] else collectives.written(func, args)
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written.extend(tensors_in(value))
-    return written
-
-
-# Indexed assignment turns a Python number into a tensor without an operation; it is a literal like any other.
-_HALF = (torch.bfloat16, torch.float16)
-_TAKES_LITERAL = {"index_put_", "_index_put_impl_", "fill_", "copy_"}
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
-
-
-def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors that the operation writes and does not read."""
-    name = _name(func)
-    if name in _OVERWRITES:
-        # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
-        return tensors_in(args[0])
-    return collectives.overwritten(func, args) + [
-        tensor
-        for argument in func._schema.arguments
-        if argument.is_out
-        for tensor in tensors_in(kwargs.get(argument.name))
-    ]

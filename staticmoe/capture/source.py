@@ -67,6 +67,15 @@ def locate(modules: Mapping[int, str]) -> Source:
     return Source(file=file, line=line, text=text, module=module, node=_running_node())
 
 
+def is_users_call() -> bool:
+    """Whether the function call that a mode is looking at now was written by the user, not by torch or this package."""
+    frame: FrameType | None = sys._getframe(1)
+    # Modes on top of each other hand the call on.
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_SKIPPED)
+
+
 def _running_node() -> str:
     """Name of the autograd node in execution; torch tells it only through a private call, so probe for it."""
     current = getattr(torch._C, "_current_autograd_node", None)

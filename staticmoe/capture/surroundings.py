@@ -21,6 +21,10 @@ _MEND_REBOUND = "register a buffer and write it in place: self.x.mul_(0.9).add_(
 _MEND_KEPT = "return it as a metric of the loss function, or copy it into a buffer in place"
 # What a replay holds and an iteration can change beside its operations; submodules and hooks it only reads.
 _STATE = frozenset({"attribute", "variable", "entry", "parameter", "buffer", "storage", "requires_grad"})
+_MEND_COPY = (
+    "compute it in every iteration, or keep such weights as one parameter from the start; where a frozen copy is meant, "
+    "make it a buffer"
+)
 
 
 class Surroundings:
@@ -54,6 +58,7 @@ class Surroundings:
         for change in changes:
             if change.kind in _STATE:
                 self._add(change)
+        self.add_copies()
         for one in held(self._model, self._functions):
             if one.inside and one.tensor.layout == torch.strided and self._findings.is_fresh(one.tensor):
                 self._add_kept(one)
@@ -77,6 +82,15 @@ class Surroundings:
         if stale is not None or self._lines.reads(name, module):
             return "SM301", _MEND_REBOUND
         return "SM303", _MEND_KEPT
+
+    def add_copies(self) -> None:
+        """Add constants that are weights of before: certain ones stop a capture, others may be meant so."""
+        for copy in self._findings.copies.found():
+            why = f"this reads a tensor that was there before the iteration and holds the values of '{copy.parameter}'"
+            why += ", computed from it" if copy.tracked else ""
+            why += ": a replay would go on with the weights of then"
+            severity = "error" if copy.certain else "warning"
+            self._findings.add(Finding("SM403", why, _MEND_COPY, copy.source, severity=severity))
 
     def _add_kept(self, one: Held) -> None:
         why = f"{one} keeps a result of the iteration, which the next replay overwrites"

@@ -125,9 +125,10 @@ class Assembly:
         self._scratch = scratch_fields(participants, self.device)
         self._participants = participants
         scratch = {f"scratch {n}.{f}": t for n, fields in self._scratch.items() for f, t in fields.items()}
-        self._provenance = Provenance(
-            changing={**dict(model.named_parameters()), **scratch}, steady=dict(model.named_buffers())
-        )
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # What is computed once from a frozen parameter stays true.
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        self._provenance = Provenance(changing={**trained, **scratch}, steady={**dict(model.named_buffers()), **frozen})
         self._memory = MemoryBook(self._foresight, shapes[0])
         idle = list(untrained(optimizer, model))
         if idle:

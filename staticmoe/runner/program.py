@@ -97,7 +97,7 @@ class Program:
         self._own: dict[str, Tensor] = {}
         self._modules = {id(module): name or "(the model)" for name, module in wrapped.model.named_modules()}
         self._audit = wrapped.config.audit if capture.name != "off" else "off"
-        self.findings = Findings(wrapped.model.parameters())
+        self.findings = Findings(dict(wrapped.model.named_parameters()))
         self.ran = RanCode()
         self._proof = Proof(wrapped.regions, wrapped.config, self.findings, self._modules)
 
@@ -170,6 +170,7 @@ class Program:
         self._provenance.declare({**self.inputs.tensors, **self._guard.tensors}, changing=True)
         attention = guarded(self._modules, self._proof.refuse)
         with self._provenance.open(), self._guard.withholding(), attention:
+            self.findings.copies.begin(self._provenance.alive)
             try:
                 yield
             finally:
@@ -194,6 +195,7 @@ class Program:
             self._surroundings.draws.report()
         except Exception as error:
             self._surroundings.draws.report()
+            self._surroundings.add_copies()
             if self._audit != "error" or not self.findings.errors:
                 raise
             self._add_failure(error)
@@ -203,7 +205,10 @@ class Program:
     def _add_failure(self, error: Exception) -> None:
         """List what ended the observation, unless it is itself the report of a finding."""
         reentrant = any(finding.code == "SM309" for finding in self.findings.items)
+        stale = any(finding.code in ("SM305", "SM401") for finding in self.findings.items)
         if isinstance(error, AuditError) or (reentrant and isinstance(error, CaptureError)):
+            return
+        if stale and "backward through the graph a second time" in str(error):
             return
         why = f"{type(error).__name__}: {error}; it may follow from the others, and nothing behind it was looked at"
         self.findings.add(Finding("SM901", why, "mend the others first", source_of_error(error, self._modules)))

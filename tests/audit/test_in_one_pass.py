@@ -16,7 +16,7 @@ from staticmoe.audit import audit
 from staticmoe.errors import AuditError
 
 # The pass ends with these, or they change what comes after them.
-ALONE = {"Resized", "sparse", "broken", "Reentrant", "Autocast", "seeded", "Restored"}
+ALONE = {"Resized", "sparse", "broken", "Reentrant", "Autocast", "seeded", "Restored", "FloatKeyBank"}
 
 TABLE = torch.arange(8.0)
 

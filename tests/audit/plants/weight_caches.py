@@ -31,8 +31,8 @@ class Bank_mended(nn.Module):
         return torch.einsum("th,eoh->to", x, self.bank)
 
 
-class VersionedBank(nn.Module):
-    """Keyed by version counters, which a replay does not look at."""
+class NamedBank(nn.Module):
+    """Keyed by a name, made without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -45,10 +45,10 @@ class VersionedBank(nn.Module):
             with torch.no_grad():
                 self._cache[key] = torch.stack([expert.weight for expert in self.experts])
         y = sum(expert(x) for expert in self.experts)
-        return y + (x @ self._cache[key].sum(0))  # <- SM402 VersionedBank
+        return y + (x @ self._cache[key].sum(0))  # <- SM402 NamedBank
 
 
-class VersionedBank_mended(nn.Module):
+class NamedBank_mended(nn.Module):
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
@@ -56,6 +56,109 @@ class VersionedBank_mended(nn.Module):
     def forward(self, x):
         bank = torch.stack([expert.weight for expert in self.experts])
         return x @ bank.sum(0)
+
+
+class Experts(nn.Module):
+    """Experts that are used beside their bank as well, so that they have gradients of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self._bank, self._key, self._banks = None, None, {}
+
+    def stacked(self):
+        return torch.stack([expert.weight for expert in self.experts])
+
+    def beside(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+    def forward(self, x):
+        return self.beside(x) + torch.einsum("th,eoh->to", x, self.stacked())
+
+
+class FloatKeyBank(Experts):
+    """Keyed by a number that a schedule moves between steps: within one value the bank is stale."""
+
+    alpha = 1.0
+
+    def forward(self, x):
+        if self.alpha not in self._banks:
+            self._banks[self.alpha] = self.alpha * self.stacked()
+        return self.beside(x) + torch.einsum("th,eoh->to", x, self._banks[self.alpha])  # <- SM401 FloatKeyBank
+
+
+FloatKeyBank_mended = Experts
+
+
+class VersionedBank(Experts):
+    """Keyed by version counters."""
+
+    def forward(self, x):
+        key = [expert.weight._version for expert in self.experts]  # <- SM404 VersionedBank
+        if key != self._key:
+            self._bank, self._key = self.stacked(), key
+        return self.beside(x) + torch.einsum("th,eoh->to", x, self._bank)  # <- SM401 VersionedBank
+
+
+VersionedBank_mended = Experts
+
+
+class GradModeBank(Experts):
+    """Keyed by the grad mode, so that evaluation gets a bank of its own; both are kept."""
+
+    def forward(self, x):
+        mode = torch.is_grad_enabled()
+        if mode not in self._banks:
+            self._banks[mode] = self.stacked()
+        return self.beside(x) + torch.einsum("th,eoh->to", x, self._banks[mode])  # <- SM401 GradModeBank
+
+
+GradModeBank_mended = Experts
+
+
+class WarmBank(Experts):
+    """An uncaptured step has stacked the bank before."""
+
+    def __init__(self):
+        super().__init__()
+        self(torch.randn(4, 8)).sum().backward()
+
+    def forward(self, x):
+        if self._bank is None:
+            self._bank = self.stacked()
+        return self.beside(x) + torch.einsum("th,eoh->to", x, self._bank)  # <- SM403 WarmBank
+
+
+WarmBank_mended = Experts
+
+
+class WarmCopy(Experts):
+    """As above, without a history: only its values give it away."""
+
+    def __init__(self):
+        super().__init__()
+        self._banks["transposed"] = self.stacked().detach().mT.bfloat16().contiguous()
+
+    def forward(self, x):
+        bank = self._banks["transposed"].sum(0)  # <- SM403 WarmCopy
+        return self.beside(x) + x @ bank.float()
+
+
+class WarmCopy_mended(Experts):
+    """Constants that are no weights, a frozen copy in a buffer, and copies of what does not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("anchor", self.stacked().detach())
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self._banks = {"noise": torch.randn(2, 8, 8), "mask": torch.ones(8, 8), "frozen": self.frozen.weight.clone()}
+        self._once = None
+
+    def forward(self, x):
+        if self._once is None:
+            self._once = self.frozen.weight.mT.contiguous()
+        banks = self.stacked() * self._banks["mask"] + self._banks["noise"] * self._banks["frozen"] + self.anchor
+        return self.beside(x) + torch.einsum("th,eoh->to", x, banks) @ self._once
 
 
 class Cast(nn.Module):
