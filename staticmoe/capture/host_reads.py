@@ -19,10 +19,10 @@ from staticmoe.capture.rules import MEND_READ, Refusal
 from staticmoe.capture.source import is_users_call
 
 # As the name of a getter, which is what a mode sees of a read attribute.
-_VERSION = Tensor._version.__get__
+_VERSION = vars(torch._C.TensorBase)["_version"].__get__
 _MEND_VERSION = (
-    "compute what depends on the weights in every iteration, or keep weights that are used together as one parameter from "
-    "the start"
+    "compute what depends on the weights in every iteration, or keep weights that are used together as one parameter "
+    "from the start"
 )
 _HOST_READS = {
     Tensor.item: ("SM101", "Tensor.item()"),

@@ -197,7 +197,7 @@ class Provenance:
         return False
 
     def is_of_weights(self, tensor: Tensor) -> bool:
-        """Whether the latest write into `tensor` took weights, or what was made of them, and nothing else that changes."""
+        """Whether the latest write into `tensor` took weights, or what was made of them, and else nothing changing."""
         key = storage_key(tensor)
         made = self._made.get(key)
         return made.of_weights if made is not None else key in self._filled_from_weights

@@ -22,8 +22,8 @@ _MEND_KEPT = "return it as a metric of the loss function, or copy it into a buff
 # What a replay holds and an iteration can change beside its operations; submodules and hooks it only reads.
 _STATE = frozenset({"attribute", "variable", "entry", "parameter", "buffer", "storage", "requires_grad"})
 _MEND_COPY = (
-    "compute it in every iteration, or keep such weights as one parameter from the start; where a frozen copy is meant, "
-    "make it a buffer"
+    "compute it in every iteration, or keep such weights as one parameter from the start; where a frozen copy is "
+    "meant, make it a buffer"
 )
 
 

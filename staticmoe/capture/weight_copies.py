@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ class WeightCopies:
 
     def _ancestor(self, tensor: Tensor) -> str | None:
         """Name of a parameter that the history of `tensor` leads to."""
-        nodes, seen = [tensor.grad_fn], set()
+        nodes: list[Any] = [tensor.grad_fn]
+        seen: set[Any] = set()
         while nodes and len(seen) < _MOST_NODES:
             node = nodes.pop()
             if node is None or node in seen:

@@ -13,9 +13,9 @@ ENTRIES = (
         "SM401", "error", "a bank of weights that is kept from iteration to iteration",
         "Stacked or cast once and kept behind a cache, the bank goes on holding the first weights: a replay never "
         "looks at the cache's key, be it a version counter or a flag.",
-        "Keep the weights of all experts as one parameter [E, out, in] from the start: staticmoe.integrations.modulelist "
-        "builds them from a ModuleList, turns its state dicts into those of the bank and back, and checks that every "
-        "gradient is the same. Or stack in every iteration.",
+        "Keep the weights of all experts as one parameter [E, out, in] from the start: "
+        "staticmoe.integrations.modulelist builds it from a ModuleList, turns its state dicts into those of the bank "
+        "and back, and checks that every gradient is the same. Or stack in every iteration.",
         "if self._bank is None:\n    self._bank = torch.stack([e.w1.weight for e in self.experts])",
         "# once, where the model is built\n"
         "from staticmoe.integrations.modulelist import from_modulelist\n"
@@ -32,9 +32,9 @@ ENTRIES = (
     Entry(
         "SM403", "error", "a copy of weights from before the first iteration",
         "An uncaptured step has left it behind a cache: to a graph it is a constant, and every replay goes on with the "
-        "weights of then. Known by its history, or by values that a parameter still has; a warning where only the values "
-        "say so and the parameter is read as well. Not seen: a copy that many steps have left behind, one of which a "
-        "parameter is not a whole block, or one that is a registered buffer.",
+        "weights of then. Known by its history, or by values that a parameter still has; a warning where only the "
+        "values say so and the parameter is read as well. Not seen: a copy that many steps have left behind, one of "
+        "which a parameter is not a whole block, or one that is a registered buffer.",
         "As SM401; a frozen copy that is meant belongs into a buffer.",
         "model(batch)   # stacks self._bank\nrunner = StaticMoERunner(model, ...)",
         "# once, in the constructor\nself.bank = nn.Parameter(torch.stack([e.weight for e in experts]))",
