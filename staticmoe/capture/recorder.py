@@ -36,6 +36,10 @@ _MEND_ORIGIN = "make it a parameter, a buffer or part of the batch, or compute i
 _MEND_CACHE = (
     "compute it in every iteration; weights that are used together are best kept as one parameter from the start"
 )
+_MEND_SLICE = "make it contiguous once, or keep what is used apart, apart from the start"
+# What a GPU's widest loads ask for, in bytes.
+_ALIGNMENT = 16
+_INDICES = (torch.int32, torch.int64)
 # Indexed assignment turns a Python number into a tensor without an operation; it is a literal like any other.
 _HALF = (torch.bfloat16, torch.float16)
 _TAKES_LITERAL = {"index_put_", "_index_put_impl_", "fill_", "copy_"}
@@ -156,6 +160,7 @@ class Recorder(Observer):
         its results are written, and so are the arguments that it mutates.
         """
         inputs = tensors_in(args, kwargs)
+        self._note_slices(func, inputs)
         if not any(tensor.is_cuda for tensor in inputs):
             with self:
                 return implementation(*args, **kwargs)
@@ -171,6 +176,15 @@ class Recorder(Observer):
         for tensor in tensors_in(result):
             self._provenance.will_write(tensor, derived=derived)
         return result
+
+    def _note_slices(self, func: Any, inputs: list[Tensor]) -> None:
+        """Integers of which every use makes a copy: not contiguous, or off the boundaries that kernels load from."""
+        for tensor in inputs if self._audit != "off" and not self._quiet else ():
+            offset = tensor.storage_offset() * tensor.element_size()
+            if tensor.dtype in _INDICES and (not tensor.is_contiguous() or offset % _ALIGNMENT):
+                layout = f"of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {offset} bytes in"
+                why = f"{func} takes integers {layout}, so it works on a copy in each step"
+                self._findings.add(Finding("SM504", why, _MEND_SLICE, locate(self._modules), severity="note"))
 
     def _check_layouts(self, func: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:

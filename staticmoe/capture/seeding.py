@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-# Threads share the default generators and torch's functions about them, so iterations of two runners in one process take
+# Threads share the default generators and torch's functions about them: iterations of two runners in one process take
 # turns.
 ONE_AT_A_TIME = threading.RLock()
 

@@ -73,7 +73,12 @@ def is_users_call() -> bool:
     # Modes on top of each other hand the call on.
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_SKIPPED)
+    return frame is not None and is_users_file(frame.f_code.co_filename)
+
+
+def is_users_file(name: str) -> bool:
+    """Whether a file is neither torch's nor this package's."""
+    return not name.startswith(_SKIPPED)
 
 
 def _running_node() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-PLANTS = ("weight_caches", "given")
+PLANTS = ("weight_caches", "given", "slices")
 
 
 def test_a_planted_fault_is_found_and_nothing_else(plant: Any, assert_found_alone: Callable[[Any], None]) -> None:

@@ -1,5 +1,6 @@
-"""SM601-SM606: torch.compile. Compiled models, loss functions and options of the compiler show in what the runner is
-given; the others are found by iterations that run compiled, see `staticmoe.runner.proof`.
+"""SM601-SM607: torch.compile. Compiled models, loss functions and options of the compiler show in what the runner is
+given; SM607 is found by `staticmoe.audit.compiled_calls` while iterations run, the others by iterations that run
+compiled, see `staticmoe.runner.proof`.
 """
 
 from __future__ import annotations
@@ -80,6 +81,15 @@ ENTRIES = (
         "Call torch.compile(flex_attention), made once, from where the compiler can run; on a CPU use "
         "scaled_dot_product_attention.",
         "y = flex_attention(q, k, v)", "attend = torch.compile(flex_attention)   # once\ny = attend(q, k, v)",
+    ),
+    Entry(
+        "SM607", "error", "a compiled function's view of a misaligned argument",
+        "An argument that does not begin at a multiple of 16 bytes, as every other layer's slice of one routing tensor "
+        "[B, S, L, K] with 6 experts a token, is copied before compiled code runs; the view that comes back is made "
+        "anew at the offset that was compiled. With torch 2.13 and dynamic shapes it reads another layer's numbers, "
+        "without an error.",
+        "Hand it in contiguous, or keep layers apart from the start.",
+        "flat = compiled(ids[:, :, layer])", "flat = compiled(ids[:, :, layer].contiguous())",
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""SM501-SM503: memory and operations that a replay cannot follow. Found by the recorder of `staticmoe.capture`."""
+"""SM501-SM504: memory and operations that a replay cannot follow. Found by the recorder of `staticmoe.capture`."""
 
 from __future__ import annotations
 
@@ -24,5 +24,13 @@ ENTRIES = (
         "stands: two ranks that first send and then receive would wait for each other.",
         "Leave a barrier out: a collective waits for its data anyhow. Exchange by a collective of all ranks.",
         "dist.isend(x, 1)", "dist.all_to_all_single(y, x)",
+    ),
+    Entry(
+        "SM504", "note", "a strided slice of integers handed to a custom operation",
+        "As of one routing tensor for all layers. Kernels want it contiguous and at a multiple of 16 bytes, so a copy "
+        "is made in every step; and compiled code on the way may return another slice (SM603).",
+        "Keep layers apart from the start, or make the slices contiguous once.",
+        "self.moe(x, routing=(ids[:, :, layer], weights))",
+        "self.moe(x, routing=(ids[layer], weights))   # [L, B, S, K]",
     ),
 )  # fmt: skip
