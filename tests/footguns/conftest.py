@@ -6,7 +6,11 @@ Letters: T tokens, K top_k, E experts, H hidden size, I intermediate size, C row
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.errors import SelfCheckError, StaticMoEError
 
 GPU = ["cuda"] if torch.cuda.is_available() else []
 
@@ -202,3 +207,59 @@ def reference() -> Callable[..., Reference]:
 def routed_model(routed_layer: Callable[..., StaticMoE]) -> Callable[..., Routed]:
     """`Routed` around `routed_layer`, all arguments handed on."""
     return lambda way, **options: Routed(routed_layer(way, **options)).to(way.device)
+
+
+def _declared() -> Any:
+    """The declarations beside this file, which is in no package."""
+    spec = importlib.util.spec_from_file_location("footguns_declared", Path(__file__).with_name("declared.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+DECLARED = {footgun.test: footgun for footgun in _declared().FOOTGUNS}
+
+
+@pytest.fixture(autouse=True)
+def caught(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After a test that `declared.py` names: its runners did what is declared of that footgun."""
+    name = getattr(request.node, "originalname", request.node.name)
+    footgun = DECLARED.get(f"{request.node.path.name}::{name}")
+    runners: list[StaticMoERunner] = []
+    errors: list[tuple[str, Exception]] = []
+
+    def watching(method: str, when: str) -> Callable[..., Any]:
+        original = getattr(StaticMoERunner, method)
+
+        @functools.wraps(original)
+        def call(self: StaticMoERunner, *args: Any, **options: Any) -> Any:
+            runners.append(self)
+            try:
+                return original(self, *args, **options)
+            except StaticMoEError as error:
+                errors.append((when, error))
+                raise
+
+        return call
+
+    if footgun is not None:
+        for method, when in (("__init__", "construction"), ("step", "call")):
+            monkeypatch.setattr(StaticMoERunner, method, watching(method, when))
+    yield
+    way = next((value for value in request.node.funcargs.values() if isinstance(value, Way)), None)
+    if footgun is None or way is None or way.capture == "off":
+        return
+    counts = [runner._publisher.counts for runner in runners if hasattr(runner, "_publisher")]
+    assert _what_happened(errors, counts) == footgun.caught, f"declared.py says otherwise of {footgun.test}"
+
+
+def _what_happened(errors: list[tuple[str, Exception]], counts: list[Any]) -> str:
+    """A key of CAUGHT."""
+    if any(isinstance(error, SelfCheckError) for _, error in errors):
+        return "recheck"
+    if errors:
+        return errors[0][0]
+    if any(count.recaptures for count in counts):
+        return "watch"
+    return "guard" if any(count.skipped for count in counts) else "right"
