@@ -60,6 +60,18 @@ def _shares(x):
 
 
 @triton.jit
+def weights_of(x, slot, K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr):
+    """Weights of the chosen experts' logits `x` [tokens,slots], where they depend on no other expert."""
+    if NORM:
+        if SIGMOID:
+            x = _log_sigmoid(x)
+        weights = _shares(tl.where(slot < K, x, float("-inf")))
+    else:
+        weights = _sigmoid(x)
+    return weights
+
+
+@triton.jit
 def _keep_best_groups(
     keys, TOKENS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, KEPT: tl.constexpr
 ):
@@ -153,12 +165,8 @@ def staticmoe_router_route(
 
     used = real[:, None] & (slot < K)
     x = tl.load(row_ptr + ids.to(tl.int64) * logits_expert, mask=used, other=0.0).to(tl.float32)
-    if NORM:
-        if SIGMOID:
-            x = _log_sigmoid(x)
-        weights = _shares(tl.where(slot < K, x, float("-inf")))
-    elif SIGMOID:
-        weights = _sigmoid(x)
+    if SIGMOID or NORM:
+        weights = weights_of(x, slot, K, SIGMOID, NORM)
     else:
         weights = tl.div_rn(tl.exp(x - largest[:, None]), total[:, None] + tl.zeros_like(x))
     at = token.to(tl.int64)[:, None] * K + slot
@@ -245,7 +253,7 @@ def staticmoe_router_route_backward(
     tl.store(out_ptr + at * E + expert, full.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (expert < E))
 
 
-def _tokens_and_warps(width: int, tokens: int) -> tuple[int, int]:
+def tokens_and_warps(width: int, tokens: int) -> tuple[int, int]:
     """Tokens of a program whose rows are `width` wide, and its warps."""
     most = triton.next_power_of_2(max(tokens, 1))
     return max(1, min(most, _ELEMENTS // width)), 8 if width > 2 * _ELEMENTS else 4
@@ -277,7 +285,7 @@ def route(
         return
     size = num_experts // n_group
     groups, padded = triton.next_power_of_2(n_group), triton.next_power_of_2(size)
-    block, warps = _tokens_and_warps(groups * padded, tokens)
+    block, warps = tokens_and_warps(groups * padded, tokens)
     staticmoe_router_route[(triton.cdiv(tokens, block),)](
         logits,
         *logits.stride(),
@@ -325,7 +333,7 @@ def route_backward(
         return
     top_k = ids.shape[1]
     width = triton.next_power_of_2(num_experts)
-    block, warps = _tokens_and_warps(width, tokens)
+    block, warps = tokens_and_warps(width, tokens)
     staticmoe_router_route_backward[(triton.cdiv(tokens, block),)](
         grad_weights,
         *grad_weights.stride(),

@@ -31,6 +31,7 @@ MEMCHECK = {
     "tests/kernels/test_grouped_sum.py": "the_sum_of or count_with or accumulate",
     "tests/kernels/test_plan.py": "victims or skewed or drops_are or no_tokens",
     "tests/kernels/test_routing.py": "strided or ties or tiny or two_bytes or not_finite",
+    "tests/kernels/test_weigh.py": "weighed_as or no_memory",
     "tests/kernels/test_schedule.py": "equal_the_oracle or too_few",
     "tests/kernels/test_adamw.py": "updated_from_its_own",
     "tests/ops/test_launch.py": "every_gradient or fp32_stored or doomed",

@@ -25,7 +25,7 @@ from staticmoe.errors import ConfigError
 from staticmoe.ops.experts import MainGrads
 from staticmoe.reference import ACTIVATIONS, SCORE_FUNCTIONS, RoutingPlan, is_gated
 
-__all__ = ["MainGrads", "RoutingPlan", "combine", "experts", "grouped_linear", "make_plan", "route"]
+__all__ = ["MainGrads", "RoutingPlan", "combine", "experts", "grouped_linear", "make_plan", "route", "weigh"]
 
 
 def route(
@@ -66,16 +66,54 @@ def route(
     )
     if selection_bias is not None:
         _need_shape("selection_bias", selection_bias, (num_experts,), "one per expert")
-    if token_mask is not None:
-        _need_shape("token_mask", token_mask, (tokens,), "one per token: flatten the mask as the tokens were")
-        if token_mask.dtype != torch.bool:
-            raise ConfigError(f"token_mask: expected bool, True for real tokens; got {token_mask.dtype}: use mask != 0")
+    _need_mask(token_mask, tokens)
     bias = None if selection_bias is None else selection_bias.detach()
     scale = float(routed_scaling_factor)
     topk_weights, topk_ids = ops.routing.route(
         logits, bias, token_mask, top_k, score_function, norm_topk_prob, scale, n_group, topk_group
     )
     return topk_ids, topk_weights
+
+
+def weigh(
+    logits: Tensor,
+    topk_ids: Tensor,
+    *,
+    score_function: str = "softmax",
+    token_mask: Tensor | None = None,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Weigh experts that were chosen elsewhere as `route` would, had it chosen them; differentiable in the logits.
+
+    For ids that `route` returned, weights and gradients are bitwise those of `route` under the same options. A token is
+    taken whole or not at all: one whose ids are not K different experts of 0..E-1 is one without expert.
+
+    Shapes:
+        logits [T,E] float; topk_ids [T,K] of any integer dtype and any strides; token_mask [T] bool.
+        Returns topk_ids [T,K] int32, -1 for tokens without expert; topk_weights [T,K] fp32 (fp64 for fp64 logits), 0
+        for those, whose logits get an exactly zero gradient.
+    Raises:
+        ConfigError: a shape, a dtype or an option that cannot work.
+    Graph-safe: yes.
+    """
+    _need_dims("logits", logits, 2, "[T,E]")
+    _need_dims("topk_ids", topk_ids, 2, "[T,K]")
+    tokens, num_experts = logits.shape
+    top_k = topk_ids.shape[1]
+    check_routing_options(
+        num_experts=num_experts, top_k=top_k, score_function=score_function, n_group=n_group, topk_group=n_group
+    )
+    _need_shape("topk_ids", topk_ids, (tokens, top_k), "one row for each token")
+    if topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
+        raise ConfigError(f"topk_ids: expected integers; got {topk_ids.dtype}")
+    _need_mask(token_mask, tokens)
+    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
+    topk_weights, ids = ops.weigh.weigh(
+        logits, ids, token_mask, score_function, norm_topk_prob, float(routed_scaling_factor), n_group
+    )
+    return ids, topk_weights
 
 
 def check_routing_options(*, num_experts: int, top_k: int, score_function: str, n_group: int, topk_group: int) -> None:
@@ -263,6 +301,14 @@ def experts(
         *main,
     )
     return y
+
+
+def _need_mask(token_mask: Tensor | None, tokens: int) -> None:
+    if token_mask is None:
+        return
+    _need_shape("token_mask", token_mask, (tokens,), "one per token: flatten the mask as the tokens were")
+    if token_mask.dtype != torch.bool:
+        raise ConfigError(f"token_mask: expected bool, True for real tokens; got {token_mask.dtype}: use mask != 0")
 
 
 def _need_dims(name: str, tensor: Tensor, dims: int, legend: str) -> None:

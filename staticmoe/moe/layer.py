@@ -118,14 +118,15 @@ class StaticMoE(nn.Module):
             self.shared_expert.reset_parameters()
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, routing: tuple[Tensor, Tensor] | None = None
+        self, x: Tensor, token_mask: Tensor | None = None, routing: tuple[Tensor, Tensor | None] | None = None
     ) -> Tensor:
         """Return the layer's output for each token; zeros for masked tokens and for dropped assignments' share.
 
         Shapes:
             x [..., H]; token_mask of the leading shape of x, or flat [T], bool or integer, non-zero for real tokens
             (default: the runner's); routing = (topk_ids [T,K] int, topk_weights [T,K]) instead of the router's,
-            with the leading shape of x or flat. Returns the shape of x; under autocast in its dtype.
+            with the leading shape of x or flat; with None for the weights, the router weighs the given experts, as
+            `functional.weigh` does. Returns the shape of x; under autocast in its dtype.
         Raises:
             ConfigError: shapes or dtypes that do not fit.
             ModelError: the router's losses would be lost to reentrant checkpointing.
@@ -142,11 +143,12 @@ class StaticMoE(nn.Module):
             # Masked tokens may hold anything, and a weight gradient would multiply it by zero.
             tokens = torch.where(mask[:, None], tokens, 0.0)
         routed = None
-        if routing is None:
-            routed = self.router(tokens, mask)
+        if routing is None or routing[1] is None:
+            given = () if routing is None else (self._given("topk_ids", routing[0], tokens.shape[0]),)
+            routed = self.router(tokens, mask, *given)
             ids, weights = routed.topk_ids, routed.topk_weights
         else:
-            ids, weights = self._given_routing(routing, mask, tokens.shape[0])
+            ids, weights = self._given_routing(routing[0], routing[1], mask, tokens.shape[0])
         shape = self._shape(tokens.shape[0], capacity_of(binding))
         plan, weights = plan_step(binding, ids, weights, shape)
         gate_up, down = self.accumulated_parameters()
@@ -231,15 +233,13 @@ class StaticMoE(nn.Module):
         # A copy is not wrapped by the runner that wraps this one, and a loss carries a graph that cannot be copied.
         return {**self.__dict__, "_binding": None, "_last_losses": None}
 
-    def _given_routing(self, routing: tuple[Tensor, Tensor], mask: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-        ids, weights = routing
-        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-            if tensor.dim() < 1 or tensor.shape[-1] != self.top_k or tensor.numel() != tokens * self.top_k:
-                raise ConfigError(
-                    f"routing: expected {name} of shape {(tokens, self.top_k)}; got {tuple(tensor.shape)}"
-                )
-        ids = ids.reshape(tokens, self.top_k)
-        weights = weights.reshape(tokens, self.top_k)
+    def _given(self, name: str, tensor: Tensor, tokens: int) -> Tensor:
+        if tensor.dim() < 1 or tensor.shape[-1] != self.top_k or tensor.numel() != tokens * self.top_k:
+            raise ConfigError(f"routing: expected {name} of shape {(tokens, self.top_k)}; got {tuple(tensor.shape)}")
+        return tensor.reshape(tokens, self.top_k)
+
+    def _given_routing(self, ids: Tensor, weights: Tensor, mask: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+        ids, weights = self._given("topk_ids", ids, tokens), self._given("topk_weights", weights, tokens)
         if weights.dtype != torch.float64:
             weights = weights.to(torch.float32)
         if mask is not None:

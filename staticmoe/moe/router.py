@@ -85,12 +85,12 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.balancing_bias)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> RouterOutput:
-        """Route tokens.
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, topk_ids: Tensor | None = None) -> RouterOutput:
+        """Route tokens; where `topk_ids` chooses the experts, weigh those, and neither bias nor groups matter.
 
         Shapes:
-            x [T,H] any float; token_mask [T] bool. Masked tokens must hold finite numbers here: the weight's
-            gradient multiplies them by zero.
+            x [T,H] any float; token_mask [T] bool; topk_ids [T,K] integer. Masked tokens must hold finite numbers
+            here: the weight's gradient multiplies them by zero.
         Raises:
             ConfigError: shapes that do not fit.
         Graph-safe: yes.
@@ -98,17 +98,23 @@ class Router(nn.Module):
         with torch.autocast(device_type=x.device.type, enabled=False), device_range(DevicePhase.ROUTER):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
-            ids, weights = functional.route(
-                logits,
-                top_k=self.top_k,
-                score_function=self.score_function,
-                selection_bias=self.balancing_bias if self.balancing_bias_rate > 0 else None,
-                token_mask=token_mask,
-                norm_topk_prob=self.norm_topk_prob,
-                routed_scaling_factor=self.routed_scaling_factor,
-                n_group=self.n_group,
-                topk_group=self.topk_group,
-            )
+            options: dict[str, Any] = {
+                "score_function": self.score_function,
+                "token_mask": token_mask,
+                "norm_topk_prob": self.norm_topk_prob,
+                "routed_scaling_factor": self.routed_scaling_factor,
+                "n_group": self.n_group,
+            }
+            if topk_ids is not None:
+                ids, weights = functional.weigh(logits, topk_ids, **options)
+            else:
+                ids, weights = functional.route(
+                    logits,
+                    top_k=self.top_k,
+                    selection_bias=self.balancing_bias if self.balancing_bias_rate > 0 else None,
+                    topk_group=self.topk_group,
+                    **options,
+                )
         return RouterOutput(logits, ids, weights)
 
     @torch.no_grad()

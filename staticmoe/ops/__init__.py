@@ -5,6 +5,6 @@ The Python implementation of every op consists of torch ops on tensors alone, so
 
 from __future__ import annotations
 
-from staticmoe.ops import adamw, combine, experts, grouped_linear, plan, routing
+from staticmoe.ops import adamw, combine, experts, grouped_linear, plan, routing, weigh
 
-__all__ = ["adamw", "combine", "experts", "grouped_linear", "plan", "routing"]
+__all__ = ["adamw", "combine", "experts", "grouped_linear", "plan", "routing", "weigh"]

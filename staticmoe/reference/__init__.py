@@ -10,7 +10,7 @@ from staticmoe.reference.adamw import adamw_update
 from staticmoe.reference.experts import combine, combine_backward, down, experts_backward, experts_forward, up
 from staticmoe.reference.grouped import gather_rows, gather_to_tokens, grouped_mm, grouped_weight_grad
 from staticmoe.reference.plan import RoutingPlan, make_plan
-from staticmoe.reference.routing import SCORE_FUNCTIONS, route, route_backward
+from staticmoe.reference.routing import SCORE_FUNCTIONS, repeats, route, route_backward, weigh
 from staticmoe.reference.schedule import tile_schedule
 
 __all__ = [
@@ -31,8 +31,10 @@ __all__ = [
     "grouped_weight_grad",
     "is_gated",
     "make_plan",
+    "repeats",
     "route",
     "route_backward",
     "tile_schedule",
     "up",
+    "weigh",
 ]

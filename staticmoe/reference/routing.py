@@ -56,6 +56,48 @@ def route(
     return ids, weights
 
 
+def weigh(
+    logits: Tensor,
+    topk_ids: Tensor,
+    *,
+    score_function: str = "softmax",
+    token_mask: Tensor | None = None,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Weigh experts that were chosen elsewhere, as `route` weighs those that it chooses: bitwise, for the same ids.
+
+    A token is taken whole or not at all: one whose ids are not K different experts is one without expert.
+
+    Shapes:
+        logits [T,E] any float; topk_ids [T,K] int32 or int64; token_mask [T] bool, True for real tokens.
+        Returns topk_ids [T,K] int32 (-1 for tokens without expert), topk_weights [T,K] fp32 or fp64 (0 for those).
+    Graph-safe: yes, shapes follow from shapes.
+    """
+    real = ((topk_ids >= 0) & (topk_ids < logits.shape[1])).all(-1) & ~repeats(topk_ids)
+    if token_mask is not None:
+        real = real & token_mask
+    real = real[:, None]
+    # As `route` treats a masked row.
+    scaled = torch.where(real, logits.to(compute_dtype(logits.dtype)), 0.0)
+    order = torch.where(real, topk_ids, 0).to(torch.int64)
+    weights = _weights(scaled, order, score_function, norm_topk_prob) * routed_scaling_factor
+    return torch.where(real, topk_ids, -1).to(torch.int32), torch.where(real, weights, 0.0)
+
+
+def repeats(topk_ids: Tensor) -> Tensor:
+    """Say of each token whether two of its slots hold the same id.
+
+    Shapes:
+        topk_ids [...,K] integer. Returns [...] bool.
+    Graph-safe: yes.
+    """
+    found = torch.zeros(topk_ids.shape[:-1], dtype=torch.bool, device=topk_ids.device)
+    for distance in range(1, topk_ids.shape[-1]):
+        found |= (topk_ids[..., distance:] == topk_ids[..., :-distance]).any(-1)
+    return found
+
+
 def _selection_key(
     logits: Tensor, score_function: str, selection_bias: Tensor | None, n_group: int, topk_group: int
 ) -> Tensor:

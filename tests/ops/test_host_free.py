@@ -13,6 +13,7 @@ from staticmoe import ops
 OPS = [
     ops.routing.route,
     ops.routing.route_backward,
+    ops.weigh.weigh,
     ops.plan.make_plan,
     ops.experts.experts,
     ops.experts.experts_backward,
@@ -34,6 +35,7 @@ def arguments(case: Callable[..., Any], dtype: torch.dtype, hidden: int) -> dict
     return {
         "route": (logits, torch.randn(4), mask, 2, "softmax", False, 1.0, 2, 1),
         "route_backward": (torch.rand(9, 2), logits, c.ids, "sigmoid", True, 1.0),
+        "weigh": (logits, c.ids, mask, "softmax", False, 1.0, 2),
         "make_plan": (c.ids, c.weights, 4, 11, 3),
         "experts": block,
         "experts_backward": (rows[:9], pre, *block, [True] * 6, None, None, None, None, False),

@@ -455,6 +455,7 @@ def test_what_is_registered_is_the_op(
         (ops.combine.combine_backward, (grad, rows, operands[1], *plan)),
         (ops.plan.make_plan, (c.ids, operands[1], 5, 63, None)),
         (ops.routing.route, route),
+        (ops.weigh.weigh, (logits, c.ids, None, "softmax", False, 1.0, 1)),
         (ops.routing.route_backward, (operands[1], logits, c.ids, "softmax", True, 1.0)),
     ]
     for op, arguments in calls:

@@ -243,6 +243,22 @@ def route(*, dtype: torch.dtype, tile: None, experts: int, grouped: bool) -> Non
     module.route_backward(floats(T, top_k), logits, ints(T, top_k), torch.empty_like(logits), **options)
 
 
+def weigh(*, dtype: torch.dtype, tile: None, experts: int, grouped: bool) -> None:
+    """Weights of given experts: of int64 ids with a mask, summed over all experts by groups; or of int32 ids."""
+    ids = torch.empty(T, 8, dtype=torch.int64) if grouped else ints(T, 8)
+    kernel("weigh").weigh(
+        empty(T, experts, dtype=dtype),
+        ids,
+        torch.empty(T, dtype=torch.bool) if grouped else None,
+        floats(T, 8),
+        ints(T, 8),
+        score_function="softmax" if grouped else "sigmoid",
+        norm_topk_prob=not grouped,
+        routed_scaling_factor=2.5,
+        n_group=8 if grouped else 1,
+    )
+
+
 def make_plan(*, dtype: torch.dtype, tile: None, capacity: bool, experts: int = E) -> None:
     """Every pass, or those that are left where nothing can overflow."""
     module = kernel("plan")
@@ -378,6 +394,8 @@ def _small() -> list[Case]:
         ("tile_schedule, base row", tile_schedule, BF16, {"base": True}),
         ("route", route, FP32, {"experts": 128, "grouped": False}),
         ("route, grouped", route, FP32, {"experts": 256, "grouped": True}),
+        ("weigh", weigh, FP32, {"experts": 128, "grouped": False}),
+        ("weigh, grouped", weigh, FP32, {"experts": 256, "grouped": True}),
         ("make_plan", make_plan, BF16, {"capacity": False}),
         ("make_plan, capacities", make_plan, BF16, {"capacity": True}),
         ("reduce_weight_grad", reduce_weight_grad, BF16, {"bias": False}),
