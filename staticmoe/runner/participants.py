@@ -7,8 +7,10 @@ runs, hands over auxiliary losses, and updates state of its own only in `commit_
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -147,3 +149,27 @@ def stand_beside(module: nn.Module, participant: StepParticipant) -> None:
 def participant_of(module: nn.Module) -> StepParticipant | None:
     """The module itself if it takes part in the step, or who stands beside it."""
     return module if isinstance(module, StepParticipant) else _beside.get(module)
+
+
+class _Thread(threading.local):
+    """How many `uncompiled` scopes this thread is in."""
+
+    depth = 0
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within: dense regions run as they are, because a participant looks at what they do, or changes it."""
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+
+
+def runs_uncompiled() -> bool:
+    """Whether this thread is within `uncompiled`."""
+    return _thread.depth > 0

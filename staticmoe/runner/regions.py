@@ -23,7 +23,7 @@ from torch import nn
 from staticmoe.capture.change import Change
 from staticmoe.capture.dynamo import entries_of, is_compiled
 from staticmoe.errors import CompileError
-from staticmoe.runner.participants import participant_of
+from staticmoe.runner.participants import participant_of, runs_uncompiled
 from staticmoe.runner.unrolled import counted
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,8 @@ class Regions:
 
     def _entry(self, one: Region) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if runs_uncompiled():
+                return one.eager(*args, **kwargs)
             if torch.is_grad_enabled() in one.modes:
                 return one.compiled(*args, **kwargs)
             return self._first_call(one, args, kwargs)
