@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from staticmoe.errors import ConfigError
 
@@ -41,14 +42,7 @@ def causal_mask(
         ConfigError: shapes that differ, a window below 1, or an integer dtype.
     Graph-safe: yes.
     """
-    if attention_mask.dim() != 2:
-        raise ConfigError(f"attention_mask: expected [batch, tokens], got {tuple(attention_mask.shape)}")
-    if sequence_ids is not None and sequence_ids.shape != attention_mask.shape:
-        raise ConfigError(
-            f"sequence_ids: expected {tuple(attention_mask.shape)} as attention_mask, got {tuple(sequence_ids.shape)}"
-        )
-    if sliding_window is not None and sliding_window < 1:
-        raise ConfigError(f"sliding_window: expected at least 1, got {sliding_window}")
+    refuse_shapes(attention_mask, sequence_ids, sliding_window)
     if dtype != torch.bool and not dtype.is_floating_point:
         raise ConfigError(f"dtype: expected a float dtype or torch.bool, got {dtype}")
     real = attention_mask != 0
@@ -66,6 +60,69 @@ def causal_mask(
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
+def refuse_shapes(attention_mask: Tensor, sequence_ids: Tensor | None, sliding_window: int | None) -> None:
+    """Refuse what no mask can be made of.
+
+    Raises:
+        ConfigError: shapes that differ, or a window below 1.
+    """
+    if attention_mask.dim() != 2:
+        raise ConfigError(f"attention_mask: expected [batch, tokens], got {tuple(attention_mask.shape)}")
+    if sequence_ids is not None and sequence_ids.shape != attention_mask.shape:
+        raise ConfigError(
+            f"sequence_ids: expected {tuple(attention_mask.shape)} as attention_mask, got {tuple(sequence_ids.shape)}"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ConfigError(f"sliding_window: expected at least 1, got {sliding_window}")
+
+
+def block_mask(
+    attention_mask: Tensor,
+    *,
+    sequence_ids: Tensor | None = None,
+    sliding_window: int | None = None,
+    block_size: int = 128,
+) -> BlockMask:
+    """Return the same for flex attention: which blocks of keys each block of queries looks at, and which keys in them.
+
+    Made of the least and the greatest number in each block, of N² numbers for N blocks and none for S²; a block more
+    than needed may be looked at where padding or numbers that go up and down lie in it. To be made anew from each
+    batch, within what is captured.
+
+    Shapes:
+        As `causal_mask`; N = ceil(S / block_size).
+    Raises:
+        ConfigError: as `causal_mask`.
+    Graph-safe: yes.
+    """
+    refuse_shapes(attention_mask, sequence_ids, sliding_window)
+    rows, length = attention_mask.shape
+    places = torch.arange(-(-length // block_size) * block_size, device=attention_mask.device)
+    # Odd for what is real; each token of padding, behind the end too, has an even number that it alone has.
+    numbers = torch.ones_like(attention_mask, dtype=torch.long) if sequence_ids is None else 2 * sequence_ids.long() + 1
+    alone = -2 * (places + 1).expand(rows, -1)
+    codes = torch.cat([torch.where(attention_mask != 0, numbers, alone[:, :length]), alone[:, length:]], 1)
+    window = len(places) if sliding_window is None else sliding_window
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window) & (codes[batch, query] == codes[batch, key])
+
+    least, most = (blocks[:, None, :, None] for blocks in codes.view(rows, -1, block_size).aminmax(dim=-1))
+    first = places[::block_size, None]
+    last = first + block_size - 1
+    looked_at = (least <= most.mT) & (least.mT <= most) & (last >= first.mT) & (first - last.mT < window)
+    one = (least == most) & (least.mT == most.mT) & (least == least.mT)
+    whole = one & (first >= last.mT) & (last - first.mT < window)
+    some, every = (_ordered(blocks) for blocks in (looked_at & ~whole, whole))
+    return BlockMask.from_kv_blocks(*some, *every, BLOCK_SIZE=block_size, mask_mod=seen, seq_lengths=(length, length))
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, [B,1,N] int32, and which, those first: [B,1,N,N] int32."""
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
+
+
 def sliding_window_of(config: Any) -> int | None:
     """Tokens that layers with a window look back over, themselves included; None where the config has no window."""
     window = getattr(config, "sliding_window", None)
@@ -74,10 +131,11 @@ def sliding_window_of(config: Any) -> int | None:
 
 def ready_masks(
     model: nn.Module, attention_mask: Tensor, *, sequence_ids: Tensor | None = None
-) -> Tensor | dict[str, Tensor]:
+) -> Tensor | BlockMask | dict[str, Tensor | BlockMask]:
     """Return what a transformers model takes as `attention_mask`: one mask, or one for each kind of its layers.
 
-    The dtype is the model's, the window that of its config.
+    The dtype is the model's, the window that of its config; with attn_implementation="flex_attention" they are block
+    masks.
 
     Shapes: as `causal_mask`.
     Raises:
@@ -88,8 +146,10 @@ def ready_masks(
     dtype, window = model.dtype, sliding_window_of(config)
     assert isinstance(dtype, torch.dtype), "transformers models have a dtype"
 
-    def mask(sliding: bool) -> Tensor:
+    def mask(sliding: bool) -> Tensor | BlockMask:
         near = window if sliding else None
+        if config._attn_implementation == "flex_attention":
+            return block_mask(attention_mask, sequence_ids=sequence_ids, sliding_window=near)
         return causal_mask(attention_mask, sequence_ids=sequence_ids, sliding_window=near, dtype=dtype)
 
     kinds = set(getattr(config, "layer_types", None) or ())
