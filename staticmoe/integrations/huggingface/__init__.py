@@ -16,12 +16,13 @@ from __future__ import annotations
 from staticmoe.integrations.huggingface.attention import attend_causally
 from staticmoe.integrations.huggingface.census import LayerCheck, calls, check, prepare
 from staticmoe.integrations.huggingface.experts import experts_forward
-from staticmoe.integrations.huggingface.masks import causal_mask, ready_masks
+from staticmoe.integrations.huggingface.flex import attend_by_blocks
+from staticmoe.integrations.huggingface.masks import block_mask, causal_mask, ready_masks
 from staticmoe.integrations.huggingface.registry import NAME, register
 from staticmoe.integrations.huggingface.sequences import pad_packed
 from staticmoe.integrations.huggingface.varlen import attend_within_sequences
 
 __all__ = [
-    "NAME", "LayerCheck", "attend_causally", "attend_within_sequences", "calls", "causal_mask", "check",
-    "experts_forward", "pad_packed", "prepare", "ready_masks", "register",
+    "NAME", "LayerCheck", "attend_by_blocks", "attend_causally", "attend_within_sequences", "block_mask", "calls",
+    "causal_mask", "check", "experts_forward", "pad_packed", "prepare", "ready_masks", "register",
 ]  # fmt: skip

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from staticmoe.errors import ConfigError
 
+FLEX_NAME = "staticmoe_flex"
 # Kinds of layers that transformers hands a mask of their own, and whether it looks back over the window alone.
 _KINDS = {"full_attention": False, "sliding_attention": True}
 
@@ -86,8 +88,8 @@ def block_mask(
     """Return the same for flex attention: which blocks of keys each block of queries looks at, and which keys in them.
 
     Made of the least and the greatest number in each block, of N² numbers for N blocks and none for S²; a block more
-    than needed may be looked at where padding or numbers that go up and down lie in it. To be made anew from each
-    batch, within what is captured.
+    than needed may be looked at where numbers go up and down in it. To be made anew from each batch, within what is
+    captured.
 
     Shapes:
         As `causal_mask`; N = ceil(S / block_size).
@@ -96,24 +98,32 @@ def block_mask(
     Graph-safe: yes.
     """
     refuse_shapes(attention_mask, sequence_ids, sliding_window)
-    rows, length = attention_mask.shape
-    places = torch.arange(-(-length // block_size) * block_size, device=attention_mask.device)
-    # Odd for what is real; each token of padding, behind the end too, has an even number that it alone has.
-    numbers = torch.ones_like(attention_mask, dtype=torch.long) if sequence_ids is None else 2 * sequence_ids.long() + 1
-    alone = -2 * (places + 1).expand(rows, -1)
-    codes = torch.cat([torch.where(attention_mask != 0, numbers, alone[:, :length]), alone[:, length:]], 1)
+    length = attention_mask.shape[1]
+    count = -(-length // block_size)
+    places = torch.arange(count * block_size, device=attention_mask.device)
+    behind = (0, count * block_size - length)
+    real = functional.pad(attention_mask != 0, behind)
+    numbers = real.long() if sequence_ids is None else functional.pad(sequence_ids.long(), behind)
+    # Odd for what is real; each token of padding has an even number that it alone has.
+    codes = torch.where(real, 2 * numbers + 1, -2 * places)
     window = len(places) if sliding_window is None else sliding_window
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (query - key < window) & (codes[batch, query] == codes[batch, key])
 
-    least, most = (blocks[:, None, :, None] for blocks in codes.view(rows, -1, block_size).aminmax(dim=-1))
+    def blocks(tokens: Tensor) -> Tensor:
+        return tokens.view(-1, 1, count, block_size)
+
+    least = blocks(codes.masked_fill(~real, torch.iinfo(torch.long).max)).amin(-1, keepdim=True)
+    most = blocks(codes.masked_fill(~real, torch.iinfo(torch.long).min)).amax(-1, keepdim=True)
+    filled = blocks(real).all(-1, keepdim=True) & (least == most)
     first = places[::block_size, None]
     last = first + block_size - 1
-    looked_at = (least <= most.mT) & (least.mT <= most) & (last >= first.mT) & (first - last.mT < window)
-    one = (least == most) & (least.mT == most.mT) & (least == least.mT)
-    whole = one & (first >= last.mT) & (last - first.mT < window)
-    some, every = (_ordered(blocks) for blocks in (looked_at & ~whole, whole))
+    # Padding sees itself, in the block that it lies in.
+    meet = (least <= most.mT) & (least.mT <= most) | (first == first.mT)
+    looked_at = meet & (first >= first.mT) & (first - last.mT < window)
+    whole = filled & filled.mT & (least == least.mT) & (first > first.mT) & (last - first.mT < window)
+    some, every = _ordered(looked_at & ~whole), _ordered(whole)
     return BlockMask.from_kv_blocks(*some, *every, BLOCK_SIZE=block_size, mask_mod=seen, seq_lengths=(length, length))
 
 
@@ -134,8 +144,7 @@ def ready_masks(
 ) -> Tensor | BlockMask | dict[str, Tensor | BlockMask]:
     """Return what a transformers model takes as `attention_mask`: one mask, or one for each kind of its layers.
 
-    The dtype is the model's, the window that of its config; with attn_implementation="flex_attention" they are block
-    masks.
+    The dtype is the model's, the window that of its config; after `attend_by_blocks` they are block masks.
 
     Shapes: as `causal_mask`.
     Raises:
@@ -148,7 +157,7 @@ def ready_masks(
 
     def mask(sliding: bool) -> Tensor | BlockMask:
         near = window if sliding else None
-        if config._attn_implementation == "flex_attention":
+        if config._attn_implementation in ("flex_attention", FLEX_NAME):
             return block_mask(attention_mask, sequence_ids=sequence_ids, sliding_window=near)
         return causal_mask(attention_mask, sequence_ids=sequence_ids, sliding_window=near, dtype=dtype)
 
