@@ -26,6 +26,25 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True)
 
 
+def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross entropy of the next token in nats, as transformers computes it."""
+    return model(**batch).loss
+
+
+def loss_by_positions(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The same as transformers reads a packed batch without flash attention: by its positions, if it has no mask."""
+    return loss_of(model, {key: batch[key] for key in ("input_ids", "labels", "position_ids")})
+
+
+def loss_with_ready_mask(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The same without a host read: the mask is made ready."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    places = batch.get("position_ids")
+    numbers = None if places is None else (places == 0).cumsum(1)
+    given = {key: value for key, value in batch.items() if "cu_seq_lens" not in key}
+    return loss_of(model, {**given, "attention_mask": huggingface.ready_masks(model, mask, sequence_ids=numbers)})
+
+
 class Loop:
     """What a user of transformers writes; no value is read.
 

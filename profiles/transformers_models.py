@@ -3,6 +3,8 @@
     python profiles/transformers_models.py --output profiles/results/h200/transformers_models.json --plot losses.png
     python profiles/transformers_models.py --models qwen3 --modes eager grouped_mm --output models.json
     python profiles/transformers_models.py --models qwen3-lora --output models.json
+    python profiles/transformers_models.py --models qwen3 olmoe --packed --output models.json
+    python profiles/transformers_models.py --models qwen3 --packed --ready-masks --output models.json
     python profiles/transformers_models.py --models --output models.json --plot losses.png  # of what there is
     python profiles/transformers_models.py --check
 
@@ -10,8 +12,9 @@ Random weights at real widths, bf16, the same in every mode, and the same batche
 each of some hundred symbols has four successors, so that losses fall from ln(vocabulary) towards ln 4. Every mode
 trains `--steps` iterations with fused AdamW and clipping, and all but the first are timed. What is not ours is the loop
 that a user of transformers writes. Sequences are full, and torch's causal attention takes no mask (ours by
-`attend_causally`); GPT-OSS has its own attention, whose mask transformers makes and ours takes from `causal_mask`. With
-`--padded` a batch has padding and a mask: transformers makes a 4-D one of it, ours `causal_mask`.
+`attend_causally`); GPT-OSS has its own attention, whose mask transformers makes and ours takes from `ready_masks`. With
+`--padded` a batch has padding and a mask, with `--packed` it is one row of several sequences with positions of their
+own: transformers makes a 4-D mask of either, ours `attend_within_sequences`, or the same mask with `--ready-masks`.
 
 An invocation adds its cases to what the file has, and replaces those of the same name. A mode that fails is an entry
 with its error. What the numbers are: `training_loops.measure`; `model_s` is what building the model took.
@@ -35,7 +38,20 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from training_loops import LEARNING_RATE, MAX_GRAD_NORM, WARMUP, Loop, Runner, attempt, measure, wait
+from training_data import SUCCESSORS, SYMBOLS, packed, padded, texts
+from training_loops import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    WARMUP,
+    Loop,
+    Runner,
+    attempt,
+    loss_by_positions,
+    loss_of,
+    loss_with_ready_mask,
+    measure,
+    wait,
+)
 
 from staticmoe.bench.plot import why_no_plot
 from staticmoe.bench.result import provenance, source_commit, write_result
@@ -43,7 +59,7 @@ from staticmoe.integrations import huggingface
 from staticmoe.integrations.huggingface.specimens import SIZES
 
 STEPS, CHECKED_STEPS = 100, 4
-SYMBOLS, SUCCESSORS, LORA_RANK = 256, 4, 16
+LORA_RANK = 16
 # The losses that the others are held against.
 REFERENCE = "grouped_mm"
 
@@ -82,6 +98,8 @@ class Case:
         modes: what is measured unless something else is asked for.
         lora: adapters of the attention's projections alone are trained.
         padded: every other sequence ends after three quarters, and a mask says so.
+        packed: four sequences of other lengths, and padding, in place of each two.
+        masks: ours gets ready masks, where it could do with offsets.
     """
 
     kind: str
@@ -93,11 +111,13 @@ class Case:
     modes: tuple[str, ...] = tuple(MODES)
     lora: bool = False
     padded: bool = False
+    packed: bool = False
+    masks: bool = False
 
     @property
     def ready_masks(self) -> bool:
-        """Whether ours gets masks: where there is padding, and where the attention is not torch's."""
-        return self.padded or self.attention != "sdpa"
+        """Whether ours gets masks: where that is asked for, and where the attention is not torch's."""
+        return self.masks or self.attention != "sdpa"
 
     @property
     def real_tokens(self) -> int:
@@ -107,6 +127,8 @@ class Case:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
+        if self.packed:
+            return [self.tokens * eighths // 8 for eighths in (5, 1, 7, 2) * (self.batch // 2)]
         return [self.tokens - (self.tokens // 4 if self.padded and row % 2 else 0) for row in range(self.batch)]
 
 
@@ -140,20 +162,17 @@ def tiny(case: Case) -> Case:
 
 
 def batches(case: Case, count: int, *, pin: bool) -> list[dict[str, Tensor]]:
-    """Batches on the host: input_ids and labels [B,S] int64, and attention_mask [B,S] where there is padding."""
+    """Batches on the host: input_ids and labels [B,S] int64, and attention_mask [B,S] where there is padding.
+
+    Packed, they are what `pad_packed` returns, [1,B·S].
+    """
     generator = torch.Generator().manual_seed(7)
     symbols = min(SYMBOLS, case.sizes["vocab_size"])
-    successor = torch.randint(symbols, (symbols, SUCCESSORS), generator=generator)
-    choices = torch.randint(SUCCESSORS, (case.tokens, count, case.batch), generator=generator)
-    chain = [torch.randint(symbols, (count, case.batch), generator=generator)]
-    for choice in choices[1:]:
-        chain.append(successor[chain[-1], choice])
-    real = torch.arange(case.tokens) < torch.tensor(case.lengths)[:, None]
     made = []
-    for text in torch.stack(chain, -1):
-        batch = {"input_ids": torch.where(real, text, 0), "labels": torch.where(real, text, -100)}
-        if case.padded:
-            batch["attention_mask"] = real.long()
+    for text in texts(symbols, (count, case.batch, case.tokens), generator):
+        batch = packed(text, case.lengths, generator) if case.packed else padded(text, case.lengths)
+        if not (case.padded or case.packed):
+            del batch["attention_mask"]
         made.append({key: value.pin_memory() if pin else value for key, value in batch.items()})
     return made
 
@@ -172,24 +191,16 @@ def build(case: Case, mode: Mode, device: torch.device, dtype: torch.dtype) -> A
             config, dtype=dtype, attn_implementation=case.attention, experts_implementation=mode.experts
         )
     if mode.capture is not None and not case.ready_masks:
-        huggingface.attend_causally(model)
+        if case.padded or case.packed:
+            huggingface.attend_within_sequences(model, max_length=case.tokens)
+        else:
+            huggingface.attend_causally(model)
     if case.lora:
         import peft
 
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
         model = peft.get_peft_model(model, peft.LoraConfig(r=LORA_RANK, lora_alpha=32, target_modules=targets))
     return model.train()
-
-
-def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross entropy of the next token in nats, as transformers computes it."""
-    return model(**batch).loss
-
-
-def loss_with_ready_mask(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The same without a host read: the mask is made ready."""
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    return loss_of(model, {**batch, "attention_mask": huggingface.ready_masks(model, mask)})
 
 
 def train(case: Case, mode: Mode, data: list[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
@@ -204,9 +215,12 @@ def train(case: Case, mode: Mode, data: list[dict[str, Tensor]], device: torch.d
         if mode.capture is None:
             # Without a GPU the check is of this script, not of a compiler for CPUs.
             backend = "inductor" if on_gpu else "aot_eager"
-            return Loop(model, loss_of, device, torch.compile(model, backend=backend) if mode.compiled else None)
+            # GPT-OSS makes its masks without a look at positions, and would read all sequences as one.
+            in_packs = loss_by_positions if case.attention == "sdpa" else loss_with_ready_mask
+            loss = in_packs if case.packed else loss_of
+            return Loop(model, loss, device, torch.compile(model, backend=backend) if mode.compiled else None)
         loss = loss_with_ready_mask if case.ready_masks else loss_of
-        mask = "attention_mask" if case.padded else None
+        mask = "attention_mask" if case.padded or case.packed else None
         return Runner(model, loss, data[0], mode.capture, mask, compiled=mode.compiled)
 
     return {"model_s": seconds, **measure(make, data, device, case.real_tokens)}
@@ -236,6 +250,8 @@ def begin(path: Path | None, device: torch.device, commit: str) -> tuple[dict[st
 def add(result: dict[str, Any], name: str, case: Case, mode: str, row: dict[str, Any]) -> None:
     """Put a row into its case; the rows of a case that was another one under this name go."""
     facts = {key: value for key, value in dataclasses.asdict(case).items() if key != "modes"}
+    # As the cases of older files have it.
+    facts = {key: value for key, value in facts.items() if value or key not in ("packed", "masks")}
     known = result["cases"].get(name)
     if known is None or known["model"] != facts:
         known = result["cases"][name] = {"model": facts, "real_tokens": case.real_tokens, "modes": {}}
@@ -314,8 +330,9 @@ def chosen(arguments: argparse.Namespace) -> dict[str, Case]:
     found = {}
     for name in arguments.models:
         case = tiny(CASES[name]) if arguments.check else CASES[name]
-        case = dataclasses.replace(case, padded=arguments.padded, layers=arguments.layers or case.layers)
-        found[f"{name}, padded" if arguments.padded else name] = case
+        asked = {word: getattr(arguments, word) for word in ("padded", "packed", "masks")}
+        case = dataclasses.replace(case, **asked, layers=arguments.layers or case.layers)
+        found[", ".join([name, *(word for word, given in asked.items() if given)])] = case
     return found
 
 
@@ -326,7 +343,10 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=None, choices=list(MODES), help="default: those of each model")
     parser.add_argument("--steps", type=int, default=None, help=f"iterations of each mode; default {STEPS}")
     parser.add_argument("--layers", type=int, default=None, help="instead of each model's number")
-    parser.add_argument("--padded", action="store_true", help="batches with padding and a mask")
+    layouts = parser.add_mutually_exclusive_group()
+    layouts.add_argument("--padded", action="store_true", help="batches with padding and a mask")
+    layouts.add_argument("--packed", action="store_true", help="batches of one row with several sequences")
+    parser.add_argument("--ready-masks", action="store_true", dest="masks", help="ours by masks, not by offsets")
     parser.add_argument("--check", action="store_true", help=f"tiny widths on a CPU, {CHECKED_STEPS} steps")
     parser.add_argument("--output", type=Path, help="JSON file to add to")
     parser.add_argument("--plot", type=Path, help="PNG file for the losses of all that the JSON file has")

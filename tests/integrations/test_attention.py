@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from staticmoe import RunnerConfig, StaticMoERunner
 from staticmoe.errors import ConfigError
@@ -96,3 +97,79 @@ def test_a_window_and_another_attention_are_refused(build: Callable[..., Any]) -
         huggingface.attend_causally(build("qwen3_moe", "staticmoe", attention="eager"))
     with pytest.raises(ConfigError, match="got None"):
         huggingface.attend_causally(torch.nn.Linear(2, 2))
+
+
+WAYS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "ready_masks": (
+        "sdpa", lambda model: None,
+        lambda model, mask: {"attention_mask": huggingface.ready_masks(model, mask)},
+    ),
+    "ready_masks, eager": (
+        "eager", lambda model: None,
+        lambda model, mask: {"attention_mask": huggingface.ready_masks(model, mask)},
+    ),
+    "attend_causally": ("sdpa", huggingface.attend_causally, lambda model, mask: {}),
+    "attend_within_sequences": (
+        "sdpa", huggingface.attend_within_sequences, lambda model, mask: {"attention_mask": mask}
+    ),
+    "attend_by_blocks": (
+        "flex_attention", huggingface.attend_by_blocks,
+        lambda model, mask: {"attention_mask": huggingface.ready_masks(model, mask)},
+    ),
+}  # fmt: skip
+
+
+def operations(model: Any, given: dict[str, Any], tracing: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names and shapes of what a forward runs; `tracing`: as transformers sees a stream that captures."""
+    found: list[str] = []
+
+    class Listing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            found.append(f"{func} {tuple(out.shape) if isinstance(out, Tensor) else ''}")
+            return out
+
+    with monkeypatch.context() as patch, Listing():
+        patch.setattr(transformers.masking_utils, "is_tracing", lambda tensor=None: tracing)
+        model(**given, use_cache=False)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_capture_runs_what_the_warm_up_ran(
+    way: str, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same operations on the same shapes, where transformers believes that it is captured and where not."""
+    attention, tell, make = WAYS[way]
+    model = build("qwen3_moe", "staticmoe", attention=attention).train()
+    tell(model)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    given = {**batch(), **make(model, mask)}
+    warm, captured = (operations(model, given, tracing, monkeypatch) for tracing in (False, True))
+    assert captured == warm and len(warm) > 50
+
+
+def test_transformers_own_way_is_another_one_under_a_capture(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason for all this: a mask of [B,1,S,S] that no warm-up made. Once it is not, these files can go."""
+    model, given = built(build).train(), batch()
+    warm, captured = (operations(model, given, tracing, monkeypatch) for tracing in (False, True))
+    made = [one for one in captured if one.endswith("(2, 1, 8, 8)")]
+    assert made and not [one for one in warm if one.endswith("(2, 1, 8, 8)")]
+
+
+def test_an_adapter_does_not_go_around_the_refusal(build: Callable[..., Any]) -> None:
+    """PEFT calls a model's forward, and with it none of the model's hooks."""
+    peft = pytest.importorskip("peft")
+    model = built(build)
+    huggingface.attend_causally(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).train()
+    with pytest.raises(ConfigError, match="attention_mask: expected none after attend_causally"):
+        adapted(**batch(), attention_mask=torch.ones(2, 8, dtype=torch.long))
+    huggingface.attend_within_sequences(adapted)
+    mask, tokens = torch.ones(2, 8, dtype=torch.long), batch()["input_ids"]
+    mask[0, :3] = 0
+    # An adapter begins as one that changes nothing.
+    want = built(build)(tokens, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(adapted(tokens, attention_mask=mask).logits[mask.bool()], want, rtol=1e-5, atol=1e-5)

@@ -41,6 +41,9 @@ def test_pad_packed_says_what_is_real_and_repeats_the_last_offset() -> None:
     full = packed([torch.randint(3, 64, (12,))], tokens=12, max_sequences=3)
     assert full["cu_seq_lens_q"].tolist() == [0, 12, 12, 12, 12] and bool(full["attention_mask"].all())
     assert full["cu_seq_lens_q"].dtype == torch.int32 and full["input_ids"].dtype == torch.int64
+    numbered = {"input_ids": torch.ones(1, 2), "seq_idx": torch.zeros(1, 2), "cu_seq_lens_q": [0, 2]}
+    numbered = huggingface.pad_packed(numbered, tokens=4, max_sequences=1, pad_token_id=9)
+    assert numbered["seq_idx"].tolist() == [[0, 0, -1, -1]] and numbered["input_ids"].tolist() == [[1, 1, 9, 9]]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,32 @@ def test_padded_batches_give_the_same_losses(model: str, run: Run, tmp_path: Pat
         assert row["losses"] == pytest.approx(rows["grouped_mm"]["losses"], abs=1e-5)
 
 
+@pytest.mark.parametrize(("model", "masks"), [("qwen3", []), ("qwen3", ["--ready-masks"]), ("gpt-oss", [])])
+def test_packed_batches_give_the_same_losses(model: str, masks: list[str], run: Run, tmp_path: Path) -> None:
+    """As transformers packs by positions; and other sequences than those of one long text."""
+    path = tmp_path / "models.json"
+    run("transformers_models", "--check", "--packed", *masks, "--models", model, "--output", str(path), "--modes",
+        "grouped_mm", "staticmoe_off", "staticmoe")  # fmt: skip
+    name = f"{model}, packed, masks" if masks else f"{model}, packed"
+    rows = modes_of(path, name)
+    assert json.loads(path.read_text())["cases"][name]["real_tokens"] == 10 + 2 + 14 + 4
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["grouped_mm"]["losses"], abs=1e-5)
+
+
+def test_a_packed_batch_is_one_row_of_the_same_text(script: Script) -> None:
+    """In another order each time, with an offset at each beginning, which no label stands at."""
+    module = script("transformers_models")
+    case = dataclasses.replace(module.tiny(module.CASES["qwen3"]), packed=True)
+    found = module.batches(case, 6, pin=False)
+    assert len({tuple(batch["cu_seq_lens_q"].tolist()) for batch in found}) > 1
+    for batch in found:
+        offsets = batch["cu_seq_lens_q"].tolist()
+        lengths = [after - before for before, after in zip(offsets, offsets[1:], strict=False)]
+        assert sorted(lengths[:4]) == [2, 4, 10, 14] and sum(lengths) == 32 and batch["input_ids"].shape == (1, 32)
+        assert (batch["labels"][0, offsets[:4]] == -100).all() and int((batch["labels"] == -100).sum()) == 4 + 2
+
+
 def test_adapters_alone_are_trained(run: Run, script: Script, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     path = tmp_path / "models.json"

@@ -85,7 +85,7 @@ def block_mask(
     sliding_window: int | None = None,
     block_size: int = 128,
 ) -> BlockMask:
-    """Return the same for flex attention: which blocks of keys each block of queries looks at, and which keys in them.
+    """Return `causal_mask` for flex attention: the blocks of keys that each block of queries looks at, and a rule.
 
     Made of the least and the greatest number in each block, of N² numbers for N blocks and none for S²; a block more
     than needed may be looked at where numbers go up and down in it. To be made anew from each batch, within what is

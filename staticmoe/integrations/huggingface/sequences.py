@@ -36,9 +36,9 @@ def pad_packed(
         max_sequences: most of them in a batch.
         max_length: most tokens of a sequence, and of a piece of padding; None: T.
     Shapes:
-        cu_seq_lens_q [n+1] int, from 0 to t; the others [1,t]. Returns them [1,T], labels with -100 and the rest with 0
-        behind what is real; `attention_mask` [1,T] int64; `cu_seq_lens_q` and `cu_seq_lens_k` [N+1] int32,
-        N = max_sequences + ceil(T / max_length).
+        cu_seq_lens_q [n+1] int, from 0 to t; the others [1,t]. Returns them [1,T], behind what is real labels with
+        -100, seq_idx with -1 and the rest with 0; `attention_mask` [1,T] int64; `cu_seq_lens_q` and `cu_seq_lens_k`
+        [N+1] int32, N = max_sequences + ceil(T / max_length).
     Raises:
         BatchError: offsets that do not go up from 0 to t, more than max_sequences of them, one that is longer than
             max_length, more than T tokens, tensors of another shape or on a GPU.
@@ -62,7 +62,7 @@ def pad_packed(
     behind = [*range(real + longest, tokens, longest), *([tokens] if real < tokens else [])]
     count = max_sequences + -(-tokens // longest)
     bounds = torch.tensor([*offsets, *behind, *[tokens] * (count + 1 - len(offsets) - len(behind))], dtype=torch.int32)
-    fill = {"labels": _IGNORED, "input_ids": pad_token_id}
+    fill = {"labels": _IGNORED, "input_ids": pad_token_id, "seq_idx": -1}
     padded = {
         key: torch.nn.functional.pad(text, (0, tokens - real), value=fill.get(key, 0)) for key, text in texts.items()
     }

@@ -45,7 +45,8 @@ def attend_within_sequences(
     refuses them on the host.
 
     Args:
-        max_sequences: most sequences in a batch whose offsets are not given; None: one in each row.
+        max_sequences: most sequences in a batch whose offsets are not given; None: one in each row. Each place for one,
+            taken or not, costs the backward scratch for 128 more tokens.
         max_length: most tokens of a sequence, a constant that kernels are launched with: the closer, the fewer blocks
             of theirs find nothing to do. None: a row, or with offsets given all of the batch.
     Raises:
