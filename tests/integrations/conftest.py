@@ -14,13 +14,14 @@ from staticmoe.integrations.huggingface.specimens import FAMILIES, specimen
 
 
 @pytest.fixture
-def build() -> Callable[..., Any]:
-    """Builds a random model: build(name, implementation, **config)."""
+def build(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Builds a random model: build(name, implementation, **config), on the test's device where it has one."""
     pytest.importorskip("transformers")
+    where = request.getfixturevalue("device") if "device" in request.fixturenames else torch.device("cpu")
 
     def make(family: str, implementation: str = "eager", **over: Any) -> Any:
         try:
-            return specimen(family, implementation, **over)
+            return specimen(family, implementation, **over).to(where)
         except ModelError as error:
             pytest.skip(str(error))
 
@@ -28,15 +29,21 @@ def build() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def captured(device: torch.device) -> str:
+    """The capture that the device has."""
+    return "cuda" if device.type == "cuda" else "emulate"
+
+
+@pytest.fixture
 def step() -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     """Runs a model forward and backward: step(model) -> output and every gradient by its parameter's name."""
 
     def run(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
+        tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2)).to(model.device)
         model.zero_grad()
         out = model(input_ids=tokens, use_cache=False, **inputs)
         out = out.logits if hasattr(out, "logits") else out.last_hidden_state
-        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)).sum().backward()
         return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     return run

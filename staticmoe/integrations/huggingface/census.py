@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from staticmoe.errors import ModelError
+from staticmoe.integrations.huggingface.adapters import add_in_rows, as_peft_does
 from staticmoe.integrations.huggingface.experts import entries
 from staticmoe.integrations.huggingface.participants import attach
 from staticmoe.integrations.huggingface.registry import NAME
@@ -75,7 +76,8 @@ def prepare(model: nn.Module, *, balancing_bias_rate: float = 0.0) -> None:
     """Let every experts layer of `model` take part in the steps of a `StaticMoERunner`; called again, set the rate.
 
     The layers then count under their module names, keep to the runner's capacity, and give no expert to tokens that
-    the runner's `token_mask` takes out.
+    the runner's `token_mask` takes out. Adapters that PEFT has put on their weights (`target_parameters`) are added in
+    the rows, so that they can be captured; call this again after adding one.
 
     Args:
         balancing_bias_rate: by how much each commit moves a layer's `e_score_correction_bias` towards even loads, as
@@ -84,7 +86,9 @@ def prepare(model: nn.Module, *, balancing_bias_rate: float = 0.0) -> None:
         ModelError: the family's experts never look into the registry, a layer uses another implementation, or has no
             such bias in fp32 to update.
     """
-    attach(model, _served(model), balancing_bias_rate)
+    layers = _served(model)
+    attach(model, layers, balancing_bias_rate)
+    add_in_rows(model, layers, NAME)
 
 
 def _served(model: nn.Module) -> dict[str, Any]:
@@ -160,7 +164,8 @@ def _comparison(name: str, errors: dict[str, float]) -> Any:
     """A forward hook that runs the module's own loop on the same inputs and keeps the largest relative difference."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        want = inspect.unwrap(type(module).forward)(module, *args, **kwargs).double()
+        with as_peft_does(module):
+            want = inspect.unwrap(type(module).forward)(module, *args, **kwargs).double()
         difference = (output.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
         errors[name] = max(errors[name], float(torch.nan_to_num(difference, nan=float("inf"))))
 

@@ -1,8 +1,8 @@
 """The experts function that transformers calls: T·K rows, nothing dropped, no shape that depends on a value.
 
 Two ways through it. Where the module's activation is one of ours, the whole block is one op, which keeps x and the
-pre-activation for the backward and nothing else. Otherwise two grouped products, with the module's own activation
-(and its norm after the experts) between and behind them under autograd.
+pre-activation for the backward and nothing else. Otherwise, and where adapters add to a weight, two grouped products,
+with the module's own activation (and its norm after the experts) between and behind them under autograd.
 
 Dimensions: T tokens, K top_k, E experts, H hidden, I intermediate, R = T·K rows. Where there is no gate, read I
 for 2I.
@@ -22,6 +22,7 @@ from staticmoe import functional
 from staticmoe.errors import ModelError
 from staticmoe.functional import RoutingPlan
 from staticmoe.integrations.huggingface.activation import activation_of
+from staticmoe.integrations.huggingface.adapters import LowRank, adapters_of, has_running_adapters
 from staticmoe.integrations.huggingface.participants import as_they_lie, masked, step_of
 from staticmoe.moe.step import capacity_of, main_grads, plan_step
 from staticmoe.runner.participants import StepBinding
@@ -66,7 +67,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     weights = _weights(self, hidden_states)
     if not hidden_states.shape[0]:
         return hidden_states.clone()
-    activation = None if getattr(self, "has_post_expert_norm", False) else activation_of(self)
+    whole = not has_running_adapters(self) and not getattr(self, "has_post_expert_norm", False)
+    activation = activation_of(self) if whole else None
     x, weights = _cast(hidden_states, weights, whole=activation is not None)
     binding = step_of(self)
     top_k_index, top_k_weights = masked(binding, top_k_index, top_k_weights)
@@ -191,16 +193,28 @@ def _by_parts(
     activation makes of that. The last step does not read them, so that their gradients are zeros.
     """
     of_row = None if weights.up_bias is None else _expert_of_row(top_k_index, plan, x.dtype)
-    pre = functional.grouped_linear(x, weights.up, plan, gather=True)
+    added = adapters_of(module, x.dtype)
+    pre = _product(x, weights.up, added.get("gate_up_proj" if module.has_gate else "up_proj"), plan, gather=True)
     if of_row is not None and weights.up_bias is not None:
         pre = pre + of_row @ weights.up_bias
     hidden = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
-    rows = functional.grouped_linear(hidden.to(x.dtype), weights.down, plan, gather=False)
+    rows = _product(hidden.to(x.dtype), weights.down, added.get("down_proj"), plan, gather=False)
     if of_row is not None and weights.down_bias is not None:
         rows = rows + of_row @ weights.down_bias
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     return functional.combine(rows, top_k_weights, plan)
+
+
+def _product(
+    rows_or_tokens: Tensor, weight: Tensor, added: LowRank | None, plan: RoutingPlan, *, gather: bool
+) -> Tensor:
+    """Each row times the weight of its expert, and times what is added to that."""
+    product = functional.grouped_linear(rows_or_tokens, weight, plan, gather=gather)
+    if added is None:
+        return product
+    narrow = functional.grouped_linear(rows_or_tokens, added.inner, plan, gather=gather)
+    return product + functional.grouped_linear(narrow, added.outer, plan, gather=False)
 
 
 def _expert_of_row(top_k_index: Tensor, plan: RoutingPlan, dtype: torch.dtype) -> Tensor:

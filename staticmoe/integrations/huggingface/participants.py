@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from staticmoe.errors import ModelError
 from staticmoe.integrations.huggingface.activation import activation_of
+from staticmoe.integrations.huggingface.adapters import is_adapted, is_wrapper
 from staticmoe.moe.step import active, balance, step_fields
 from staticmoe.runner.participants import StepBinding, participant_of, stand_beside
 
@@ -101,7 +102,7 @@ def _selection_bias(block: nn.Module, num_experts: int) -> Tensor:
 
 def as_they_lie(module: Any) -> bool:
     """Whether `functional.experts` takes the module's weights themselves, gate rows first, not views of them."""
-    plain = module.has_gate and module.is_concatenated and not module.is_transposed
+    plain = module.has_gate and module.is_concatenated and not module.is_transposed and not is_adapted(module)
     return plain and not getattr(module, "has_post_expert_norm", False) and activation_of(module) is not None
 
 
@@ -118,7 +119,15 @@ def attach(model: nn.Module, modules: Mapping[str, nn.Module], balancing_bias_ra
         if not isinstance(participant, ExpertsStep):
             participant = ExpertsStep(module)
             stand_beside(module, participant)
-        participant.balance(model.get_submodule(name.rpartition(".")[0]), balancing_bias_rate)
+        participant.balance(_block_of(model, name), balancing_bias_rate)
+
+
+def _block_of(model: nn.Module, name: str) -> nn.Module:
+    """What holds the experts module of that name and its router, past the wrappers of adapters."""
+    block = model.get_submodule(name := name.rpartition(".")[0])
+    while is_wrapper(block):
+        block = model.get_submodule(name := name.rpartition(".")[0])
+    return block
 
 
 def masked(binding: StepBinding | None, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
