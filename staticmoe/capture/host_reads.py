@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from staticmoe.capture.host_made import HostMade
 from staticmoe.capture.rules import MEND_READ, Refusal
 from staticmoe.capture.source import is_users_call
 
@@ -43,7 +44,7 @@ _HOST_READS = {
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Reports calls that bring a device value to the host.
+    """Reports calls that bring a device value to the host, or to the device what was made on the host.
 
     Args:
         fault: takes what is wrong with the running call, and raises if that is to stop it.
@@ -56,10 +57,13 @@ class HostReadGuard(TorchFunctionMode):
         super().__init__()
         self._fault = fault
         self._quiet = quiet
+        self._host_made = HostMade()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = _HOST_READS.get(func) if func.__hash__ is not None else None
+        if func.__hash__ is None:
+            return func(*args, **kwargs)
+        read = _HOST_READS.get(func)
         if read is not None:
             self._fault(Refusal(read[0], f"{read[1]} reads a device value on the host", MEND_READ))
         elif func == _VERSION and isinstance(args[0], torch.nn.Parameter) and is_users_call():
@@ -72,9 +76,17 @@ class HostReadGuard(TorchFunctionMode):
             else:
                 return _one_hot(*args, **kwargs)
         else:
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         with self._quiet():
             return func(*args, **kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        moves = self._host_made.refusal(func, args, kwargs)
+        if moves is not None:
+            self._fault(moves)
+        result = func(*args, **kwargs)
+        self._host_made.note(func, args, kwargs, result)
+        return result
 
 
 def _has_num_classes(tensor: Tensor, num_classes: int = -1) -> bool:

@@ -22,7 +22,7 @@ huggingface.register()
 
 SERVED = [
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe",
-    "minimax_m2", "phimoe", "ernie4_5_moe", "dots1", "flex_olmo", "hunyuan_v1_moe", "afmoe",
+    "minimax", "minimax_m2", "phimoe", "ernie4_5_moe", "dots1", "flex_olmo", "hunyuan_v1_moe", "afmoe",
 ]  # fmt: skip
 B, S = 3, 8
 

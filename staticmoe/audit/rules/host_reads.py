@@ -1,4 +1,4 @@
-"""SM101-SM109, SM117, SM118: a device value that Python asks for, or makes a tensor of, in the iteration.
+"""SM101-SM109, SM117-SM119: a device value that Python asks for, or a host value on its way to the device.
 
 Found by the recorder of `staticmoe.capture`; here they are explained.
 """
@@ -71,5 +71,13 @@ ENTRIES = (
         "SM118", "error", "one_hot without num_classes", _WAITS + " It needs the largest value for its shape.",
         "Say how many classes there are.",
         "F.one_hot(ids)", "F.one_hot(ids, num_classes=8)",
+    ),
+    Entry(
+        "SM119", "error", "a tensor made on the host, moved to the device",
+        "A GPU refuses such a copy in a capture. On a CPU there is none: told by a factory without device=, and by "
+        ".to(), .cuda(), copy_() of what it made.",
+        "Make it on the device, or once, as a buffer. In somebody else's module: `with torch.device(x.device):` around "
+        "the call.",
+        "steps = torch.arange(8).to(x.device)", "steps = torch.arange(8, device=x.device)",
     ),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from staticmoe.errors import ModelError
 from staticmoe.integrations.huggingface.adapters import add_in_rows, as_peft_does
+from staticmoe.integrations.huggingface.devices import make_on_device
 from staticmoe.integrations.huggingface.experts import entries
 from staticmoe.integrations.huggingface.participants import attach
 from staticmoe.integrations.huggingface.registry import NAME
@@ -77,7 +78,8 @@ def prepare(model: nn.Module, *, balancing_bias_rate: float = 0.0) -> None:
 
     The layers then count under their module names, keep to the runner's capacity, and give no expert to tokens that
     the runner's `token_mask` takes out. Adapters that PEFT has put on their weights (`target_parameters`) are added in
-    the rows, so that they can be captured; call this again after adding one.
+    the rows, so that they can be captured; call this again after adding one. Constants that PhiMoE and MiniMax make on
+    the host in each forward are made on the device.
 
     Args:
         balancing_bias_rate: by how much each commit moves a layer's `e_score_correction_bias` towards even loads, as
@@ -89,6 +91,7 @@ def prepare(model: nn.Module, *, balancing_bias_rate: float = 0.0) -> None:
     layers = _served(model)
     attach(model, layers, balancing_bias_rate)
     add_in_rows(model, layers, NAME)
+    make_on_device(model)
 
 
 def _served(model: nn.Module) -> dict[str, Any]:

@@ -251,3 +251,36 @@ def host_array(x):
 
 def host_array_mended(x):
     return x * torch.full((8,), 1.0)
+
+
+def made_on_host(x):
+    rates = 1.0 / 2.0 ** torch.arange(0, 8, dtype=torch.float32)
+    return x * rates.to(device=x.device, dtype=x.dtype)  # <- SM119 made_on_host
+
+
+def made_on_host_mended(x):
+    rates = 1.0 / 2.0 ** torch.arange(0, 8, dtype=torch.float32, device=x.device)
+    return x * rates.to(device=x.device, dtype=x.dtype)
+
+
+def made_on_host_like(x):
+    return x + torch.zeros(4, 8).to(x)  # <- SM119 made_on_host_like
+
+
+def made_on_host_like_mended(x):
+    with torch.device(x.device):
+        return x + torch.zeros(4, 8).to(x)
+
+
+def made_on_host_stored(x):
+    y = torch.empty_like(x)
+    y.copy_(torch.ones(4, 8))  # <- SM119 made_on_host_stored
+    return x * y
+
+
+def made_on_host_stored_mended(x):
+    y = torch.empty_like(x)
+    y.copy_(x.new_ones(4, 8))
+    # Neither leaves the host: a cast, and a copy that stays there.
+    torch.zeros(4, 8).to(torch.int64).to("cpu").copy_(torch.ones(4, 8))
+    return x * y
