@@ -3,6 +3,7 @@
     python profiles/family_card.py --output profiles/results/cpu/families.json
     python profiles/family_card.py --families mixtral gpt_oss
     python profiles/family_card.py --device cuda --output profiles/results/h200/families.json
+    python profiles/family_card.py --device cuda --output families.json --skip-done families.json  # what is missing
 
 Small random models on a CPU, under the emulated capture, which refuses what a CUDA graph could not hold. For each
 family: how its experts run (one op, or two grouped products around its own activation), which attention transformers
@@ -12,6 +13,9 @@ ready 4-D mask are bitwise the uncaptured ones, or what keeps them from it.
 On a GPU: time and memory of the captured iteration at somewhat larger widths, bf16, beside the loop that a user of
 transformers writes with `grouped_mm`. The models are still small, so that this shows what launching costs in each
 family; for real widths: `profiles/transformers_models.py`.
+
+The file is written after each family. A run that was cut off goes on with `--skip-done`: families that went well in
+that file are kept, those that are missing or failed are made. Each card names the commit that it was made with.
 """
 
 from __future__ import annotations
@@ -211,14 +215,45 @@ def origin(device: torch.device, commit: str) -> dict[str, Any]:
     return {**known, "protocol": protocol}
 
 
-def main() -> None:
-    """Make the cards, print, write."""
+def went_well(card: dict[str, Any]) -> bool:
+    """Whether there is nothing to try again."""
+    captured = card.get("captured")
+    if isinstance(captured, str):
+        return captured == "bitwise"
+    return all("failed" not in card.get(key, {"failed": ""}) for key in ("captured", "grouped_mm"))
+
+
+def known_cards(path: Path | None, device: torch.device) -> dict[str, Any]:
+    """The cards of a file, each with the commit that it was made with.
+
+    Raises:
+        SystemExit: no such file, or one of another kind of device.
+    """
+    if path is None:
+        return {}
+    if not path.exists():
+        raise SystemExit(f"--skip-done: expected a file of an earlier run, got {path}, which is not there")
+    file = json.loads(path.read_text())
+    if ("gpu" in file["provenance"]) != (device.type == "cuda"):
+        raise SystemExit(f"--skip-done: expected cards of a {device.type} device, got {path} of another")
+    made_with = file["provenance"]["commit"]
+    return {name: {"commit": made_with, **card} for name, card in file["families"].items()}
+
+
+def arguments_of() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: times and memory instead")
-    parser.add_argument("--output", type=Path, help="JSON file to write; on a GPU, to add to")
+    parser.add_argument("--output", type=Path, help="JSON file to write after each family; on a GPU, to add to")
+    parser.add_argument("--skip-done", type=Path, help="JSON file whose cards are kept where they went well")
     parser.add_argument("--commit", default=None, help="of the code; default: git's")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make the cards, print, write."""
+    arguments = arguments_of()
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -231,11 +266,16 @@ def main() -> None:
     last = ("captured", "grouped_mm") if on_gpu else ("captured with a 4-D mask", "host reads with a 2-D mask")
     for column in ("family", "experts", "attention", *last):
         table.add_column(column)
-    result: dict[str, Any] = {"provenance": origin(device, arguments.commit or source_commit()), "families": {}}
+    commit = arguments.commit or source_commit()
+    result: dict[str, Any] = {"provenance": origin(device, commit), "families": {}}
     if on_gpu and arguments.output and arguments.output.exists():
-        result["families"] = json.loads(arguments.output.read_text())["families"]
+        result["families"] = known_cards(arguments.output, device)
+    done = {name: kept for name, kept in known_cards(arguments.skip_done, device).items() if went_well(kept)}
+    result["families"] |= done
     for name in arguments.families:
-        found = speeds(name, device) if on_gpu else card(name)
+        if name in done:
+            continue
+        found = {"commit": commit, **(speeds(name, device) if on_gpu else card(name))}
         result["families"][name] = found
         print(name, json.dumps(found), flush=True)
         if on_gpu:
@@ -243,8 +283,7 @@ def main() -> None:
         else:
             cells = [found["captured"], ", ".join(found["host_reads_with_2d_mask"]) or "none"]
         table.add_row(name, found.get("experts", "-"), found.get("attention", "-"), *cells)
-        # What takes a GPU's minutes is kept as it comes.
-        if on_gpu and arguments.output:
+        if arguments.output:
             write_result(result, arguments.output)
     Console(width=150).print(table)
     if arguments.output:

@@ -1,7 +1,7 @@
 """Tensors that an iteration makes on the host and then moves to the device: a GPU refuses that move in a capture.
 
 On a CPU host and device are one, and nothing is copied. There a tensor counts as made on the host when a factory is not
-told a device, or when it is computed from such tensors alone.
+told a device, or when it is computed from such tensors alone; and as moved by a conversion to where another tensor is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from staticmoe.capture.rules import Refusal
 _FROM_VALUES = {"tensor", "as_tensor", "asarray", "nested_tensor", "from_numpy"}
 _FACTORIES = {function for function in _device_constructors() if function.__name__ not in _FROM_VALUES}
 _CONVERSIONS = {Tensor.to, Tensor.cuda, Tensor.type_as}
-# They take their last argument into memory of the first.
-_STORES = {Tensor.copy_, Tensor.__setitem__}
 _WHY = "copies a tensor that this iteration made on the host to the device, which a GPU refuses in a capture"
 _MEND = "make it on the device: give the factory device=..., or keep it as a buffer"
 
@@ -36,10 +34,7 @@ class HostMade:
         """Why a call cannot be captured, or None where it moves nothing from host to device."""
         if not self._known or not args:
             return None
-        if func in _STORES:
-            moves = not self._is(args[0]) and self._is(args[-1])
-        else:
-            moves = func in _CONVERSIONS and self._is(args[0]) and self._names_device(func, args[1:], kwargs)
+        moves = func in _CONVERSIONS and self._is(args[0]) and self._names_device(func, args[1:], kwargs)
         return Refusal("SM119", _WHY, _MEND) if moves else None
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

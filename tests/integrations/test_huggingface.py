@@ -35,18 +35,20 @@ def loop(module: Any, *args: Tensor) -> Tensor:
 
 def operands(module: Any, dtype: torch.dtype, ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, ids and weights for an experts module of 6 experts; no id is 5, so that one expert is idle."""
-    x = torch.randn(11, 32).to(dtype).requires_grad_()
+    device = module.down_proj.device
+    x = torch.randn(11, 32).to(device, dtype).requires_grad_()
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(11)]) if ids is None else ids
-    return x, ids, torch.rand(11, 2).to(dtype).requires_grad_()
+    return x, ids.to(device), torch.rand(11, 2).to(device, dtype).requires_grad_()
 
 
 def gradients(out: Tensor, module: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     named = {"out": out, "x": x, "weights": weights, **dict(module.named_parameters())}
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     found = torch.autograd.grad(out, list(named.values())[1:], upstream)
     return {"out": out.detach(), **dict(zip(list(named)[1:], found, strict=True))}
 
 
+@pytest.mark.usefixtures("device")
 def test_a_model_equals_its_own_loop(
     family: str, build: Callable[..., Any], step: Callable[..., Run], error: Callable[[Tensor, Tensor], float]
 ) -> None:
@@ -64,6 +66,7 @@ def test_a_model_equals_its_own_loop(
     assert {name: value for name, value in errors.items() if not value < 1e-5} == {}
 
 
+@pytest.mark.usefixtures("device")
 def test_bf16_is_as_near_to_the_truth_as_the_loop(
     family: str,
     build: Callable[..., Any],
@@ -93,6 +96,7 @@ def test_the_activation_is_recognised(
     assert found == {recognised(family)}
 
 
+@pytest.mark.usefixtures("device")
 def test_an_idle_expert_gets_an_exactly_zero_gradient(
     family: str, build: Callable[..., Any], layers: Callable[..., dict[str, Any]]
 ) -> None:
@@ -105,6 +109,7 @@ def test_an_idle_expert_gets_an_exactly_zero_gradient(
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gpt_oss with another limit", "mixtral with tanh gelu"])
 @pytest.mark.parametrize("nobody", [-1, 6, 1000])
+@pytest.mark.usefixtures("device")
 def test_an_id_outside_is_an_assignment_without_expert(
     name: str,
     nobody: int,
@@ -114,7 +119,7 @@ def test_an_id_outside_is_an_assignment_without_expert(
 ) -> None:
     module = next(iter(layers(build(name, "staticmoe")).values()))
     x, ids, weights = operands(module, torch.float32)
-    absent = torch.rand(11, 2) < 0.4
+    absent = (torch.rand(11, 2) < 0.4).to(x.device)
     absent[3] = True
     got = gradients(module(x, torch.where(absent, nobody, ids), weights), module, x, weights)
     want = gradients(loop(module, x, ids, weights * ~absent), module, x, weights)
@@ -184,13 +189,14 @@ def test_a_layout_that_the_flags_deny_is_not_recognised(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "mixtral with tanh gelu"])
+@pytest.mark.usefixtures("device")
 def test_autocast(
     name: str, build: Callable[..., Any], step: Callable[..., Run], error: Callable[[Tensor, Tensor], float]
 ) -> None:
     model = build(name, num_hidden_layers=1)
     want, want_grads = step(model)
     model.set_experts_implementation("staticmoe")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         got, grads = step(model)
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     assert error(got, want) < 0.05 and error(got, want) > 1e-5
@@ -199,6 +205,7 @@ def test_autocast(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "muse_spark_text: norm after the experts"])
+@pytest.mark.usefixtures("device")
 def test_gradient_checkpointing(
     name: str, build: Callable[..., Any], step: Callable[..., Run], error: Callable[[Tensor, Tensor], float]
 ) -> None:
@@ -211,6 +218,7 @@ def test_gradient_checkpointing(
     assert set(huggingface.calls(model).values()) == {3}
 
 
+@pytest.mark.usefixtures("device")
 def test_frozen_parameters_get_nothing(build: Callable[..., Any], step: Callable[..., Run]) -> None:
     model = build("gpt_oss", "staticmoe")
     _, want = step(model)
@@ -314,13 +322,15 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_captured_steps_are_the_uncaptured_ones(name: str, build: Callable[..., Any]) -> None:
+def test_captured_steps_are_the_uncaptured_ones(
+    name: str, build: Callable[..., Any], captured: str, device: torch.device
+) -> None:
     """Other tokens go to other experts in each step, and the model's Python runs no more."""
-    batches = [{"tokens": torch.randint(3, 64, (2, 10))} for _ in range(4)]
+    batches = [{"tokens": torch.randint(3, 64, (2, 10)).to(device)} for _ in range(4)]
     found = []
-    for capture in ("emulate", "off"):
+    for capture in (captured, "off"):
         torch.manual_seed(0)
-        model = Beside(build(name, "staticmoe", num_hidden_layers=1))
+        model = Beside(build(name, "staticmoe", num_hidden_layers=1)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = RunnerConfig(capture=capture)
         with StaticMoERunner(model, optimizer, example_batch=batches[0], loss_fn=next_token_loss, config=config) as run:
@@ -337,6 +347,7 @@ def test_no_tokens_at_all(build: Callable[..., Any], layers: Callable[..., dict[
     assert out.shape == (0, 32)
 
 
+@pytest.mark.usefixtures("device")
 def test_the_function_asks_the_host_nothing(
     family: str, build: Callable[..., Any], layers: Callable[..., dict[str, Any]], dispatched: type[Any]
 ) -> None:

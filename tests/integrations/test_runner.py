@@ -53,6 +53,7 @@ def prepared(build: Callable[..., Any], name: str, **over: Any) -> Any:
 
 def train(model: Any, batches: list[dict[str, Tensor]], capture: str, **options: Any) -> list[Any]:
     """Results of one step for each batch."""
+    batches = [{key: value.to(model.device) for key, value in batch.items()} for batch in batches]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     config = RunnerConfig(capture=capture, **options)
     with StaticMoERunner(
@@ -64,11 +65,11 @@ def train(model: Any, batches: list[dict[str, Tensor]], capture: str, **options:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_twenty_captured_steps_are_the_uncaptured_ones(name: str, build: Callable[..., Any]) -> None:
+def test_twenty_captured_steps_are_the_uncaptured_ones(name: str, build: Callable[..., Any], captured: str) -> None:
     """Other lengths and other experts in each step: losses, parameters and counts are bitwise the same."""
     batches = [padded(torch.randint(2, S + 1, (B,)).tolist()) for _ in range(20)]
     found = []
-    for capture in ("emulate", "off"):
+    for capture in (captured, "off"):
         # PhiMoE routes with noise while it trains.
         torch.manual_seed(0)
         model = prepared(build, name)
@@ -81,11 +82,11 @@ def test_twenty_captured_steps_are_the_uncaptured_ones(name: str, build: Callabl
     assert counts == want_counts
 
 
-def test_padding_is_counted_nowhere_and_takes_no_capacity(build: Callable[..., Any]) -> None:
+def test_padding_is_counted_nowhere_and_takes_no_capacity(build: Callable[..., Any], captured: str) -> None:
     """Every layer routes K assignments for each real token; with a capacity that the real ones just fit, none drops."""
     lengths = [3, S, 1]
     model = prepared(build, "mixtral")
-    (result,) = train(model, [padded(lengths)], "emulate", capacity_factor=12 / 24 + 1e-6, capacity_scope="rank")
+    (result,) = train(model, [padded(lengths)], captured, capacity_factor=12 / 24 + 1e-6, capacity_scope="rank")
     assert len(result.moe) == 2
     for layer in result.moe.values():
         assert sum(layer.routed) == sum(layer.kept) == 2 * sum(lengths)
@@ -94,14 +95,15 @@ def test_padding_is_counted_nowhere_and_takes_no_capacity(build: Callable[..., A
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "sdpa, bool"])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.usefixtures("device")
 def test_a_padded_batch_is_its_sequences_alone(
     name: str, left: bool, attention: str, build: Callable[..., Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
     """Logits of real tokens, and the gradients of their sum, are those of the eager experts without padding."""
     lengths = [3, S, 5]
-    batch = padded(lengths, left=left)
-    real = batch["attention_mask"].bool()
     model, plain = build(name, "staticmoe", attention=attention.split(",")[0]), build(name)
+    batch = {key: value.to(plain.device) for key, value in padded(lengths, left=left).items()}
+    real = batch["attention_mask"].bool()
     dtype = torch.bool if attention.endswith("bool") else torch.float32
     mask, places = huggingface.causal_mask(batch["attention_mask"], dtype=dtype), batch["position_ids"]
     got = model(input_ids=batch["input_ids"], attention_mask=mask, position_ids=places, use_cache=False).logits
@@ -155,7 +157,7 @@ def test_masks_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", ["checkpointing", "tied", "accumulation", "frozen experts", "frozen layer"])
-def test_what_users_do_to_a_model(change: str, build: Callable[..., Any]) -> None:
+def test_what_users_do_to_a_model(change: str, build: Callable[..., Any], captured: str) -> None:
     """Each is captured as it runs, and what is frozen stays."""
     batches = [padded([3, S, 5]), padded([S, 2, 2]), padded([1, 4, 7]), padded([6, 6, 6])]
     options: dict[str, Any] = {}
@@ -165,7 +167,7 @@ def test_what_users_do_to_a_model(change: str, build: Callable[..., Any]) -> Non
             {key: torch.stack([a[key], b[key]]) for key in a} for a, b in zip(batches[::2], batches[1::2], strict=True)
         ]
     found = []
-    for capture in ("emulate", "off"):
+    for capture in (captured, "off"):
         model = prepared(build, "qwen3_moe", tie_word_embeddings=change == "tied")
         before = copy.deepcopy(model.state_dict())
         frozen: list[str] = []
@@ -186,16 +188,19 @@ def test_what_users_do_to_a_model(change: str, build: Callable[..., Any]) -> Non
     assert all(torch.equal(state[key], want_state[key]) for key in want_state)
 
 
-def test_generate_and_save_between_steps(build: Callable[..., Any], tmp_path: Any) -> None:
+def test_generate_and_save_between_steps(
+    build: Callable[..., Any], captured: str, device: torch.device, tmp_path: Any
+) -> None:
     """The model is the user's all the while: what generates and what is saved is what the steps have made of it."""
     batches = [padded([3, S, 5]), padded([S, 2, 2]), padded([1, 4, 7])]
+    batches = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
     found = []
     for disturbed in (True, False):
         model = prepared(build, "mixtral")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with StaticMoERunner(
             model, optimizer, example_batch=batches[0], loss_fn=loss, token_mask="attention_mask",
-            config=RunnerConfig(capture="emulate"),
+            config=RunnerConfig(capture=captured),
         ) as runner:  # fmt: skip
             for batch in batches:
                 runner.step(batch)
@@ -207,12 +212,14 @@ def test_generate_and_save_between_steps(build: Callable[..., Any], tmp_path: An
         found.append(model.state_dict())
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="staticmoe")
     for key, value in found[1].items():
-        assert torch.equal(found[0][key], value) and torch.equal(saved.state_dict()[key], value)
+        assert torch.equal(found[0][key], value) and torch.equal(saved.state_dict()[key].to(device), value)
     assert not [key for key in found[0] if "step" in key or "staticmoe" in key]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "minimax_m2"])
-def test_the_selection_bias_moves_towards_even_loads_when_asked(name: str, build: Callable[..., Any]) -> None:
+def test_the_selection_bias_moves_towards_even_loads_when_asked(
+    name: str, build: Callable[..., Any], captured: str, device: torch.device
+) -> None:
     """By the rate, up below the mean and down above it, in every layer; captured as uncaptured; not at all unasked."""
     batches = [padded([3, S, 5]), padded([S, 2, 2])]
 
@@ -225,7 +232,7 @@ def test_the_selection_bias_moves_towards_even_loads_when_asked(name: str, build
         }
 
     found = []
-    for capture, rate in (("emulate", 0.125), ("off", 0.125), ("emulate", 0.0)):
+    for capture, rate in ((captured, 0.125), ("off", 0.125), (captured, 0.0)):
         model = build(name, "staticmoe").train()
         huggingface.prepare(model, balancing_bias_rate=rate)
         before = biases(model)
@@ -233,7 +240,7 @@ def test_the_selection_bias_moves_towards_even_loads_when_asked(name: str, build
         expected = dict(before)
         for result in results:
             for layer, load in result.moe.items():
-                routed = torch.tensor(load.routed)
+                routed = torch.tensor(load.routed, device=device)
                 step = torch.sign(routed.sum() - len(routed) * routed).float() * rate
                 expected[layer.rpartition(".mlp.")[0]] = expected[layer.rpartition(".mlp.")[0]] + step
         after = biases(model)

@@ -75,7 +75,7 @@ ENTRIES = (
     Entry(
         "SM119", "error", "a tensor made on the host, moved to the device",
         "A GPU refuses such a copy in a capture. On a CPU there is none: told by a factory without device=, and by "
-        ".to(), .cuda(), copy_() of what it made.",
+        ".to(x.device), .to(x), .cuda() of what it made.",
         "Make it on the device, or once, as a buffer. In somebody else's module: `with torch.device(x.device):` around "
         "the call.",
         "steps = torch.arange(8).to(x.device)", "steps = torch.arange(8, device=x.device)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,8 +52,8 @@ def calls(model: nn.Module) -> dict[str, int]:
 def check(model: nn.Module, batch: Any) -> dict[str, LayerCheck]:
     """Run one forward without gradient and refuse a model that staticmoe does not serve, or not rightly.
 
-    Each layer's output is compared with that of the module's own loop. Modules are in eval mode meanwhile; modes
-    and random state are afterwards as before.
+    Each layer's output is compared with that of the module's own loop; a router that cannot learn, because every weight
+    is 1, is warned of. Modules are in eval mode meanwhile; modes and random state are afterwards as before.
 
     Args:
         batch: a mapping, passed as keywords, or anything else, passed as the one argument.
@@ -167,12 +168,24 @@ def _comparison(name: str, errors: dict[str, float]) -> Any:
     """A forward hook that runs the module's own loop on the same inputs and keeps the largest relative difference."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        _warn_of_constant_weights(name, kwargs.get("top_k_weights", args[-1]))
         with as_peft_does(module):
             want = inspect.unwrap(type(module).forward)(module, *args, **kwargs).double()
         difference = (output.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
         errors[name] = max(errors[name], float(torch.nan_to_num(difference, nan=float("inf"))))
 
     return compare
+
+
+def _warn_of_constant_weights(name: str, weights: Tensor) -> None:
+    """One expert a token, whose weight is divided by itself (Mixtral, GPT-OSS; others by `norm_topk_prob`)."""
+    if weights.shape[1] == 1 and bool((weights == 1).all()):
+        warnings.warn(
+            f"{name}: with one expert a token and renormalised weights every weight is 1, and the router gets no "
+            "gradient but from an auxiliary loss: use norm_topk_prob=False where the family has it, or "
+            "output_router_logits=True",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager
