@@ -51,6 +51,7 @@ class AlertSink:
         path: alerts.jsonl, or None.
         hook: called with each event, or None.
         capacity_factor: of the run, for the rule about loads that come near it; None for a dropless run, without it.
+        rotate_bytes: alerts.jsonl that grows over this becomes a part, as the other files of a run; None: one file.
 
     Raises:
         ConfigError: two rules of one name.
@@ -64,17 +65,44 @@ class AlertSink:
         hook: Hook | None = None,
         *,
         capacity_factor: float | None = None,
+        rotate_bytes: int | None = None,
     ) -> None:
-        self.rules = (*rules, *([headroom_rule(capacity_factor)] if capacity_factor is not None else []))
-        names = [rule.name for rule in self.rules]
+        self._given = tuple(rules)
+        self._headroom = None if capacity_factor is None else headroom_rule(capacity_factor)
+        self.rules = self._all_rules()
+        self._states = {rule.name: _State() for rule in self.rules}
+        self._signals = Signals()
+        self._file = JsonlSink(path, max_bytes=rotate_bytes) if path is not None else None
+        self._hook = hook
+        self._failed: set[str] = set()
+        # A rule that went while its alert was on; it is over with the next record.
+        self._ending: Rule | None = None
+
+    def set_capacity_factor(self, factor: float | None) -> None:
+        """Hold loads against another capacity from the next record on; None is dropless, near which nothing comes.
+
+        What earlier records said of the old capacity counts for nothing. An alert that is on resolves when the new
+        rule says so, or with the next record where there is none any more.
+        """
+        before, self._headroom = self._headroom, None if factor is None else headroom_rule(factor)
+        if self._headroom == before:
+            return
+        self.rules = self._all_rules()
+        firing = before is not None and self._states[before.name].firing
+        if before is not None:
+            del self._states[before.name]
+        if self._headroom is not None:
+            self._states[self._headroom.name] = _State(firing=firing)
+        elif firing:
+            self._ending = before
+
+    def _all_rules(self) -> tuple[Rule, ...]:
+        rules = self._given if self._headroom is None else (*self._given, self._headroom)
+        names = [rule.name for rule in rules]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"AlertSink: expected one rule of a name; got several of {twice}: rename all but one")
-        self._states = {rule.name: _State() for rule in self.rules}
-        self._signals = Signals()
-        self._file = JsonlSink(path) if path is not None else None
-        self._hook = hook
-        self._failed: set[str] = set()
+        return rules
 
     @property
     def firing(self) -> tuple[str, ...]:
@@ -88,6 +116,9 @@ class AlertSink:
         signals = self._signals.update(record)
         # A skipped step changed nothing: its loss and its loads say nothing about the run.
         metrics = {} if record["skipped"] else record
+        ended, self._ending = self._ending, None
+        if ended is not None:
+            self._tell(ended, False, record.get(ended.metric), record)
         for rule in self.rules:
             value = signals.get(rule.metric, metrics.get(rule.metric))
             if not is_number(value):
@@ -96,7 +127,7 @@ class AlertSink:
             if state.turns(rule.met(value), rule.for_steps):
                 self._tell(rule, state.firing, value, record)
 
-    def _tell(self, rule: Rule, fires: bool, value: float, record: Mapping[str, Any]) -> None:
+    def _tell(self, rule: Rule, fires: bool, value: float | None, record: Mapping[str, Any]) -> None:
         event = {
             "kind": "alert" if fires else "resolved",
             "time": record["time"],
@@ -109,7 +140,8 @@ class AlertSink:
             "message": rule.message,
             "runbook": rule.runbook,
         }
-        where = f"{rule.name} at step {record['step']}: {rule.metric} = {value:.6g}"
+        shown = "unknown" if value is None else f"{value:.6g}"
+        where = f"{rule.name} at step {record['step']}: {rule.metric} = {shown}"
         if fires:
             log.log(_LEVELS[rule.severity], "alert %s: %s. %s", where, rule.message, rule.runbook)
         else:

@@ -12,8 +12,9 @@ import pytest
 
 from staticmoe.errors import ConfigError
 from staticmoe.observe.alerts import AlertSink
+from staticmoe.observe.follow import Follower
 from staticmoe.observe.rules import DEFAULT_RULES, Rule
-from staticmoe.observe.sinks.jsonl import read_records
+from staticmoe.observe.sinks.jsonl import read_records, read_rotated
 
 RULES = {rule.name: rule for rule in DEFAULT_RULES}
 FACTOR = 1.25
@@ -102,6 +103,57 @@ def test_headroom() -> None:
     assert events(run, capacity_factor=FACTOR) == [("alert", "headroom", 39), ("resolved", "headroom", 59)]
     assert events(run) == []
     assert [rule.name for rule in AlertSink(capacity_factor=FACTOR).rules if rule not in DEFAULT_RULES] == ["headroom"]
+
+
+def test_headroom_follows_the_capacity_of_the_run() -> None:
+    """Steps 1 to 9 are near the first bound and count for nothing at the second, which step 20 begins to be near."""
+    told: list[dict[str, Any]] = []
+    sink = AlertSink(hook=told.append, capacity_factor=1.0)
+    near = {"moe/required_factor": 0.95}
+
+    def steps(first: int, last: int, **entries: Any) -> list[tuple[str, int, float, float]]:
+        for step in range(first, last + 1):
+            sink(record(step, **entries))
+        found = [(event["kind"], event["step"], event["value"], event["threshold"]) for event in told]
+        told.clear()
+        return found
+
+    assert steps(1, 9, **near) == []
+    sink.set_capacity_factor(1.02)
+    sink.set_capacity_factor(1.02)
+    assert steps(10, 18, **near) == [] and steps(19, 19, **near) == [("alert", 19, 0.95, 0.9 * 1.02)]
+    # A wider bound ends it, as a lower load would: after ten steps.
+    sink.set_capacity_factor(2.0)
+    assert sink.firing == ("headroom",)
+    assert steps(20, 28, **near) == [] and steps(29, 29, **near) == [("resolved", 29, 0.95, 1.8)]
+    sink.set_capacity_factor(1.0)
+    assert steps(30, 39, **near) == [("alert", 39, 0.95, 0.9)]
+    # Nothing comes near no bound.
+    sink.set_capacity_factor(None)
+    assert sink.firing == () and [rule.name for rule in sink.rules] == list(RULES)
+    assert steps(40, 60, **near) == [("resolved", 40, 0.95, 0.9)]
+    sink.set_capacity_factor(1.0)
+    assert steps(61, 70, **near) == [("alert", 70, 0.95, 0.9)]
+
+
+def test_a_rule_of_the_name_of_headroom_is_refused_when_there_is_a_capacity() -> None:
+    sink = AlertSink([rule(name="headroom")])
+    with pytest.raises(ConfigError, match="got several of \\['headroom'\\]"):
+        sink.set_capacity_factor(1.0)
+
+
+def test_the_file_becomes_parts_like_the_others_of_a_run(tmp_path: Path) -> None:
+    """And who reads it reads across them: once, in order, while it grows."""
+    seen: list[int] = []
+    follower = Follower(tmp_path / "alerts.jsonl", lambda event: seen.append(event["step"]), lambda: seen.clear())
+    sink = AlertSink([rule(for_steps=1)], tmp_path / "alerts.jsonl", rotate_bytes=600)
+    for entry in values(*[2, 0] * 10):
+        sink(entry)
+        follower.poll()
+    sink.close()
+    parts = sorted(tmp_path.glob("alerts.*.jsonl"))
+    assert len(parts) >= 5 and all(part.stat().st_size <= 600 for part in parts)
+    assert seen == list(range(1, 21)) == [event["step"] for event in read_rotated(tmp_path / "alerts.jsonl")]
 
 
 def test_dead_experts() -> None:
