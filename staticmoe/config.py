@@ -109,6 +109,8 @@ class RunnerConfig:
         run_dir: folder for the files of the run: meta.json, metrics.jsonl and layers/; None writes nothing.
         layers_every: committed steps that a line of layers/layers.jsonl sums up; memory and GPU are sampled as often.
         experts_every: write the counts of every expert to layers/experts.jsonl at each N-th committed step; 0 never.
+        rank_files: of a run of several processes each but the first writes the same files to run_dir/rank1, ...; False:
+            the first alone writes.
         rotate_bytes: a file of the run that grows over this many bytes becomes a part, name.1.jsonl, and a new one
             begins.
     """
@@ -142,6 +144,7 @@ class RunnerConfig:
     run_dir: str | Path | None = None
     layers_every: int = 50
     experts_every: int = 0
+    rank_files: bool = True
     rotate_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:

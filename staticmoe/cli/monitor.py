@@ -3,6 +3,7 @@
 staticmoe monitor runs/20250102-030405
 staticmoe monitor runs/20250102-030405 --once
 staticmoe monitor runs/20250102-030405 --html report.html
+staticmoe monitor runs/20250102-030405 --rank 3
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from staticmoe.cli.monitor_view import ASCII, BLOCKS, Room, frame
 from staticmoe.errors import ConfigError
 from staticmoe.observe.follow import RunFollower
 from staticmoe.observe.html_report import write_html
+from staticmoe.observe.merge import RanksFollower
 from staticmoe.observe.overview import Overview
+from staticmoe.observe.ranks import rank_folder
 
 # Read between two frames: a screen stays alive while a long run is read for the first time.
 STREAM_BYTES = 4 << 20
 PROGRESS_SECONDS = 2.0
+# Records by which a rank may be behind without a word: the ranks' files are not read at one moment.
+LATE = 5
+
+Followed = RunFollower | RanksFollower
 
 
 def monitor(
@@ -34,6 +41,9 @@ def monitor(
     refresh: Annotated[float, typer.Option(help="Seconds between two looks at the files.")] = 1.0,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with charts and end; with --once a frame too.", show_default=False)
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Of several ranks only this one; else all, reduced.", show_default=False)
     ] = None,
 ) -> None:
     """Show loss, drop rates, layers, load and alerts of a run, live or as a page. Ctrl-C ends it."""
@@ -47,17 +57,18 @@ def monitor(
         )
     need_file("--html", html)
     console, overview = Console(), Overview()
-    follower = RunFollower(run_dir, overview)
+    follower = RanksFollower(run_dir, overview) if rank is None else RunFollower(one_rank(run_dir, rank), overview)
     try:
         if html is None and not once and console.is_terminal and not console.is_dumb_terminal:
             watch(follower, overview, console, refresh)
             return
         read_all(follower)
+        follower.settle(final=True)
         if once or html is None:
             show_once(follower, overview, console)
         if html is not None:
             try:
-                write_html(overview, html, title=str(run_dir), unreadable=follower.unreadable)
+                write_html(overview, html, title=str(follower.run_dir), unreadable=follower.unreadable)
             except OSError as error:
                 raise ConfigError(
                     f"--html: expected a file that can be written; got {html}: {error.strerror}"
@@ -70,7 +81,22 @@ def monitor(
         follower.close()
 
 
-def read_all(follower: RunFollower) -> None:
+def one_rank(run_dir: Path, rank: int) -> Path:
+    """The folder of a rank.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = rank_folder(run_dir, rank)
+    if rank < 0 or not folder.is_dir():
+        raise ConfigError(
+            f"--rank: expected a rank whose files are in {run_dir}; got {rank}, and {folder} is not there: leave it "
+            "out for all ranks"
+        )
+    return folder
+
+
+def read_all(follower: Followed) -> None:
     """Read what is there, saying how far it has come where that takes long."""
     said = time.monotonic()
     while follower.poll(STREAM_BYTES):
@@ -79,14 +105,14 @@ def read_all(follower: RunFollower) -> None:
             typer.echo(f"reading: {follower.share_read:.0%}", err=True)
 
 
-def show_once(follower: RunFollower, overview: Overview, console: Console) -> None:
+def show_once(follower: Followed, overview: Overview, console: Console) -> None:
     """Print a frame as wide as the console and as long as it needs."""
     room = Room(console.width, None, BLOCKS if console.encoding.startswith("utf") else ASCII)
     for line in frame(overview, str(follower.run_dir), time.time(), room, notes(follower, behind=False)):
         console.print(line)
 
 
-def watch(follower: RunFollower, overview: Overview, console: Console, refresh: float) -> None:
+def watch(follower: Followed, overview: Overview, console: Console, refresh: float) -> None:
     """Show frame after frame until an interruption; what stood on the screen comes back then."""
     glyphs = BLOCKS if console.encoding.startswith("utf") else ASCII
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -99,9 +125,18 @@ def watch(follower: RunFollower, overview: Overview, console: Console, refresh: 
                 time.sleep(refresh)
 
 
-def notes(follower: RunFollower, behind: bool) -> list[str]:
+def late(follower: Followed) -> dict[int, int]:
+    """Rank -> records by which it is behind, where that is worth a word."""
+    found = follower.behind.items()
+    return {rank: records for rank, records in found if records > LATE and rank not in follower.absent}
+
+
+def notes(follower: Followed, behind: bool) -> list[str]:
     """What else there is to say about the files."""
     found = [f"reading: {follower.share_read:.0%}"] if behind else []
+    if not behind:
+        found += [f"rank {rank} is {records} records behind" for rank, records in late(follower).items()]
+        found += [f"of rank {rank} nothing is here" for rank in follower.absent]
     if follower.unreadable:
         found.append(f"{follower.unreadable} lines could not be read and are left out")
     return found

@@ -86,7 +86,9 @@ def _title(overview: Overview, title: str, room: Room) -> Text:
     meta = overview.meta
     gpus = [str(gpu.get("name", "")) for gpu in meta.get("gpus") or [] if isinstance(gpu, dict)]
     torch = f"torch {meta['torch']}" if meta.get("torch") else ""
-    found = [str(fact) for fact in (meta.get("backend"), meta.get("device"), *gpus[:1], torch) if fact]
+    ranks = f"rank {meta['rank']} of {meta.get('ranks')}" if "rank" in meta else f"{meta.get('ranks')} ranks"
+    several = ranks if meta.get("ranks", 1) != 1 else ""
+    found = [str(fact) for fact in (several, meta.get("backend"), meta.get("device"), *gpus[:1], torch) if fact]
     facts = _plain(", ".join(found), room)
     left = _cut(f"staticmoe monitor  {_plain(title, room)}", max(1, room.width - cell_len(facts) - 2), room)
     gap = max(2, room.width - cell_len(left) - cell_len(facts))

@@ -198,8 +198,10 @@ def moe_metrics(loads: Loads, layers: LayerNumbers, micro_batches: int) -> dict[
         return {}
     rows = layers.capacity_rows * micro_batches
     used = numpy.where(rows > 0, (layers.routed - layers.dropped) / numpy.maximum(rows, 1), math.nan)
+    routed = int(layers.routed.sum())
     return {
-        "moe/drop_rate": int(layers.dropped.sum()) / max(int(layers.routed.sum()), 1),
+        "moe/assignments": routed,
+        "moe/drop_rate": int(layers.dropped.sum()) / max(routed, 1),
         "moe/drop_rate_max_layer": float((layers.dropped / numpy.maximum(layers.routed, 1)).max()),
         "moe/max_vio": _mean(layers.max_vio),
         "moe/required_factor": largest(layers.required),

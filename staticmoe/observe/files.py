@@ -1,10 +1,11 @@
-"""The files of a run: meta.json, metrics.jsonl, layers/layers.jsonl and, on request, layers/experts.jsonl.
+"""The files of a rank of a run: meta.json, metrics.jsonl, layers/layers.jsonl and, on request, layers/experts.jsonl.
 
     metrics.jsonl        one line a record, flat: kind, step, attempt, void, skipped, reasons, time, and metrics
     layers/layers.jsonl  one line a window of committed training steps, sums and means by layer
     layers/experts.jsonl one line every n-th committed training step, counts by layer and expert
 
 Each begins with a line {"kind": "meta", "schema": 2}. After a resume a step can occur again; its last line counts.
+Where they lie: `staticmoe.observe.ranks`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import logging
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -22,6 +22,7 @@ import numpy
 from staticmoe.config import RunnerConfig
 from staticmoe.observe.derive import Floats, Ints, LayerNumbers, Loads
 from staticmoe.observe.outlet import Outlet
+from staticmoe.observe.ranks import Rank, rank_folder
 from staticmoe.observe.sinks.jsonl import SCHEMA_VERSION, JsonlSink
 
 log = logging.getLogger(__name__)
@@ -97,14 +98,21 @@ class _Window:
 
 
 class RunFiles:
-    """Writes the files of a run; with `run_dir=None` writes none.
+    """Writes the files of a rank; with `run_dir=None` writes none.
 
     Args:
-        config: run_dir, layers_every, experts_every, rotate_bytes, gradient_accumulation_steps.
+        config: run_dir, rank_files, layers_every, experts_every, rotate_bytes, gradient_accumulation_steps.
+        rank: whose records these are.
+
+    Attributes:
+        folder: of the rank; None without a run_dir.
+        written: whether the rank writes.
     """
 
-    def __init__(self, config: RunnerConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunnerConfig, rank: Rank) -> None:
+        self._config, self._rank = config, rank
+        self.folder = None if config.run_dir is None else rank_folder(config.run_dir, rank.number)
+        self.written = self.folder is not None and (rank.number == 0 or config.rank_files)
         self._sinks: dict[str, JsonlSink] = {}
         self._outlets: dict[str, Outlet] = {}
         self._window: _Window | None = None
@@ -121,12 +129,15 @@ class RunFiles:
             JsonlError: a file is there that is none of this schema.
             OSError: the directory cannot be written.
         """
-        if self._config.run_dir is None:
+        folder, config = self.folder, self._config
+        if folder is None or not self.written:
             return
-        folder, config = Path(self._config.run_dir), self._config
         folder.mkdir(parents=True, exist_ok=True)
+        # As many as have files here, so that a reader knows what to wait for.
+        ranks = self._rank.count if config.rank_files else 1
+        facts = {"schema": SCHEMA_VERSION, "rank": self._rank.number, "ranks": ranks, **meta}
         partial = folder / "meta.json.partial"
-        partial.write_text(json.dumps({"schema": SCHEMA_VERSION, **meta}, indent=2) + "\n")
+        partial.write_text(json.dumps(facts, indent=2) + "\n")
         os.replace(partial, folder / "meta.json")
         heads: dict[str, dict[str, Any]] = {"metrics": {}, "layers/layers": {}}
         if config.experts_every:

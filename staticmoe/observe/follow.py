@@ -226,7 +226,7 @@ class RunFollower:
         self.run_dir = Path(run_dir)
         self._receiver = receiver
         self._meta_stamp: tuple[int, int, int] | None = None
-        self._followers = [self._follow(stream, self.run_dir / file) for stream, file in STREAMS.items()]
+        self._followers = {stream: self._follow(stream, self.run_dir / file) for stream, file in STREAMS.items()}
 
     def _follow(self, stream: str, path: Path) -> Follower:
         return Follower(
@@ -242,22 +242,46 @@ class RunFollower:
             RunFilesError: a file is of another schema, broken, or may not be read.
         """
         self._read_meta()
-        return any([follower.poll(limit) for follower in self._followers])
+        return any([follower.poll(limit) for follower in self._followers.values()])
+
+    def again(self, stream: str) -> None:
+        """Hand on the records of a stream from the first one on, without telling the receiver."""
+        self._followers[stream].close()
+        self._followers[stream].unreadable = 0
+
+    def settle(self, *, final: bool = False) -> None:
+        """Nothing: one rank waits for no other."""
+
+    @property
+    def behind(self) -> dict[int, int]:
+        """No rank: one waits for no other."""
+        return {}
+
+    @property
+    def absent(self) -> list[int]:
+        """No rank: the only one is there or comes."""
+        return []
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes that were read, and that there were at the last poll."""
+        read = sum(follower.read_bytes for follower in self._followers.values())
+        return read, sum(follower.total_bytes for follower in self._followers.values())
 
     @property
     def share_read(self) -> float:
         """Share of the bytes there that were read, 0 to 1."""
-        total = sum(follower.total_bytes for follower in self._followers)
-        return sum(follower.read_bytes for follower in self._followers) / total if total else 1.0
+        read, there = self.sizes
+        return read / there if there else 1.0
 
     @property
     def unreadable(self) -> int:
         """Whole lines that hold no JSON object, and were left out."""
-        return sum(follower.unreadable for follower in self._followers)
+        return sum(follower.unreadable for follower in self._followers.values())
 
     def close(self) -> None:
         """Close the files."""
-        for follower in self._followers:
+        for follower in self._followers.values():
             follower.close()
 
     def _read_meta(self) -> None:

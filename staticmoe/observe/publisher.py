@@ -29,6 +29,7 @@ from staticmoe.observe.device import Probe
 from staticmoe.observe.files import RunFiles
 from staticmoe.observe.metrics import USER_PREFIX
 from staticmoe.observe.outlet import Outlet, Sink
+from staticmoe.observe.ranks import Rank
 from staticmoe.observe.record import Reason
 from staticmoe.observe.timing import Speed, StepClock
 from staticmoe.observe.watchdog import Watchdog
@@ -91,20 +92,22 @@ class Publisher:
 
     Args:
         config: of the runner; capacity_scope and what concerns the files.
+        rank: whose records these are; None: this process's.
 
     Attributes:
         clock: told of the calls of `step`.
         counts: of the run; the runner adds replays and recaptures.
     """
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, rank: Rank | None = None) -> None:
         self.clock = StepClock()
         self.counts = Counts()
         self._scope = config.capacity_scope
         self._every = config.layers_every
-        self._files = RunFiles(config)
+        self._files = RunFiles(config, rank if rank is not None else Rank.of_process())
         self._config = config
-        self._watchers: list[AlertSink | Watchdog] = []
+        self._alerts: AlertSink | None = None
+        self._watchdog: Watchdog | None = None
         self._outlets: list[Outlet] = []
         self._probe: Probe | None = None
         self._speed = Speed()
@@ -123,14 +126,26 @@ class Publisher:
         self._probe = probe
         self._speed = Speed(probe.peak_flops)
         self._files.start(meta)
-        if self._config.run_dir is None:
+        folder, config = self.folder, self._config
+        if folder is None or not self._files.written:
             return
-        folder = Path(self._config.run_dir)
         # Each is kept as soon as it is made: a thread or a file that nobody closes outlives a failed start.
-        self._watchers.append(AlertSink(path=folder / "alerts.jsonl", capacity_factor=self._config.capacity_factor))
-        self._watchers.append(Watchdog(folder, minimum_seconds=_STALL_SECONDS))
-        for watcher in self._watchers:
+        self._alerts = AlertSink(
+            path=folder / "alerts.jsonl", capacity_factor=config.capacity_factor, rotate_bytes=config.rotate_bytes
+        )
+        self._watchdog = Watchdog(folder, minimum_seconds=_STALL_SECONDS)
+        for watcher in (self._alerts, self._watchdog):
             self.subscribe(watcher)
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of this rank; None without a run_dir."""
+        return self._files.folder
+
+    def set_capacity_factor(self, factor: float | None) -> None:
+        """Hold the loads of the steps to come against another capacity."""
+        if self._alerts is not None:
+            self._alerts.set_capacity_factor(factor)
 
     def subscribe(self, sink: Sink) -> None:
         """Add a sink."""
@@ -278,11 +293,13 @@ class Publisher:
 
     def close(self) -> None:
         """Write what is left, and close the files."""
-        for watcher in self._watchers:
-            try:
-                watcher.close()
-            except OSError:
-                log.exception("%s: the last alerts may be missing", self._config.run_dir)
+        try:
+            if self._alerts is not None:
+                self._alerts.close()
+        except OSError:
+            log.exception("%s: the last alerts may be missing", self.folder)
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._files.close(time.time())
         if self._probe is not None:
             self._probe.close()

@@ -97,7 +97,7 @@ class StaticMoERunner:
             shapes = [BatchShape(split_micro_batches(example, micro)[0]) for example in examples]
             self._host_guard = HostGuard(config)
             self._publisher = Publisher(config)
-            self._profiling = Profiling(config.run_dir, self._capture_again, self.flush)
+            self._profiling = Profiling(self._publisher.folder, self._capture_again, self.flush)
             self._parts = parts = Assembly(
                 model, optimizer, shapes, loss_fn, eval_fn, token_mask, scalars, config, self.flush, replicas
             )
@@ -283,6 +283,7 @@ class StaticMoERunner:
 
     def _reconfigure(self, config: RunnerConfig) -> None:
         self._host_guard.configure(config)
+        self._publisher.set_capacity_factor(config.capacity_factor)
         self._parts.reconfigure(config)
 
     def subscribe(self, sink: Callable[[dict[str, Any]], None]) -> None:

@@ -179,6 +179,33 @@ def test_what_comes_from_files_moves_no_cursor(run_dir: Path) -> None:
     assert result.output.count("?[2J???[red]x") >= 5
 
 
+def test_several_ranks_are_shown_as_one_run_and_each_by_itself(run_dir: Path, tmp_path: Path) -> None:
+    """Two ranks of 12345 tokens a second, whose losses at step 100 are 7 and 5; rank 1 is ten steps behind."""
+    ranks = {"schema": 2, "backend": "cuda", "torch": "2.11", "ranks": 2}
+    (run_dir / "meta.json").write_text(json.dumps({**ranks, "rank": 0}))
+    assert monitor(run_dir, "--once").output.splitlines()[-1] == "of rank 1 nothing is here"
+    other = run_dir / "rank1"
+    append(other / "metrics.jsonl", *(train(step, **{"train/loss": 6.0 - step / 100}) for step in range(1, 91)))
+    append(other / "layers" / "layers.jsonl", window(3, 8))
+    append(other / "alerts.jsonl", ALERT)
+    (other / "meta.json").write_text(json.dumps({**ranks, "rank": 1}))
+    lines = monitor(run_dir, "--once").output.splitlines()
+    assert lines[0].endswith("2 ranks, cuda, torch 2.11") and lines[1].startswith("step 90 ")
+    assert "24,690 tokens/s" in lines[1] and lines[2].startswith("loss 6.1 ")
+    # Rows and loads of both: 1 of 800 assignments was dropped on each.
+    assert lines[7].split() == ["model.layers.1.mlp", "0.12%", "1.00", "1.01", "40,960", "1"]
+    assert "alerts  open: drops, drops (rank 1)" in lines and lines[-1] == "rank 1 is 10 records behind"
+    lines = monitor(run_dir, "--once", "--rank", 1).output.splitlines()
+    assert lines[0].endswith("rank 1 of 2, cuda, torch 2.11") and "12,345 tokens/s" in lines[1]
+    assert lines[2].startswith("loss 5.1 ")
+    assert monitor(run_dir, "--once", "--rank", 0).output.splitlines()[2].startswith("loss 7 ")
+    page = tmp_path / "page.html"
+    assert monitor(run_dir, "--html", page, "--rank", 1).exit_code == 0 and str(other) in page.read_text()
+    for wrong in (2, -1):
+        result = monitor(run_dir, "--rank", wrong)
+        assert f"expected a rank whose files are in {run_dir}; got {wrong}" in str(result.exception)
+
+
 def test_what_is_not_there_yet_is_waited_for(tmp_path: Path, run_dir: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -44,6 +44,7 @@ def test_the_metrics_of_two_layers_of_different_sizes(scope: str, required: floa
     loads, layers = derived(scope=scope)
     assert loads.names == ("a", "b") and loads.sizes == (4, 2)
     assert moe_metrics(loads, layers, 1) == {
+        "moe/assignments": 14,
         "moe/drop_rate": 2 / 14,
         "moe/drop_rate_max_layer": 2 / 8,
         "moe/max_vio": (2.0 + 0.0) / 2,
@@ -73,6 +74,7 @@ def test_a_step_without_a_real_token_has_no_averages_and_drops_nothing() -> None
     fields = {name: {"routed": [0] * size, "kept": [0] * size} for name, size in (("a", 4), ("b", 2))}
     loads, layers = derived(fields)
     assert moe_metrics(loads, layers, 1) == {
+        "moe/assignments": 0,
         "moe/drop_rate": 0.0,
         "moe/drop_rate_max_layer": 0.0,
         "moe/max_vio": None,

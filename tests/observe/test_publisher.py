@@ -70,6 +70,7 @@ def test_a_line_says_all_that_is_known() -> None:
         "kind": "train", "step": 7, "attempt": 0, "void": False, "skipped": False, "reasons": ["capacity_overflow"],
         "train/loss": 7.0, "train/grad_norm": 2.0, "train/aux_loss": 3.0, "train/z_loss": 4.0, "train/lr": 0.1,
         "user/mine": 5.0,
+        "moe/assignments": 24,
         "moe/drop_rate": 2 / 24, "moe/drop_rate_max_layer": 0.25, "moe/max_vio": 0.25, "moe/required_factor": 1.5,
         "moe/buffer_util": (6 / 8 + 1) / 2, "moe/capacity_rows": 24, "moe/dead_experts": 0,
         "moe/router_entropy": pytest.approx((1 + _entropy(0.75)) / 2),
