@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staticmoe.errors import ConfigError
+from staticmoe.observe.derive import Loads
 from staticmoe.observe.rules import DEFAULT_RULES, Rule, Signals, headroom_rule, is_number
 from staticmoe.observe.sinks.jsonl import JsonlSink
 
@@ -111,9 +112,13 @@ class AlertSink:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Hold the rules against `record`."""
+        self.hold(record)
+
+    def hold(self, record: Mapping[str, Any], loads: Loads | None = None) -> None:
+        """The same for a record without its "moe", with the loads as the publisher has them."""
         if record["kind"] != "train" or record["void"]:
             return
-        signals = self._signals.update(record)
+        signals = self._signals.update(record, loads)
         # A skipped step changed nothing: its loss and its loads say nothing about the run.
         metrics = {} if record["skipped"] else record
         ended, self._ending = self._ending, None

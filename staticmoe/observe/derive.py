@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from staticmoe.observe.record import Reason, Record
+from staticmoe.observe.record import Reason, Record, RowFields
 
 Facts = Mapping[str, Mapping[str, int]]
 Ints = NDArray[numpy.int64]
@@ -79,13 +79,20 @@ class Loads:
     @classmethod
     def of(cls, record: Record) -> Loads:
         """The loads that a record holds."""
+        if isinstance(record.fields, RowFields):
+            found = record.fields.layout.columns("routed", "kept")
+            routed, kept = (record.fields.row[places] for places in found.places)
+            return cls(found.owners, found.sizes, routed, kept)
         layers = {name: fields for name, fields in record.fields.items() if {"routed", "kept"} <= fields.keys()}
         sizes = tuple(len(fields["routed"]) for fields in layers.values())
         routed = _flat(fields["routed"] for fields in layers.values())
-        # Almost always nothing is dropped, and comparing lists is quicker than converting them.
-        same = all(fields["routed"] == fields["kept"] for fields in layers.values())
-        kept = routed if same else _flat(fields["kept"] for fields in layers.values())
-        return cls(tuple(layers), sizes, routed, kept)
+        return cls(tuple(layers), sizes, routed, _flat(fields["kept"] for fields in layers.values()))
+
+    @classmethod
+    def of_views(cls, views: Mapping[str, Mapping[str, Any]]) -> Loads:
+        """The loads in what a subscriber gets under "moe", before capacity alone: `kept` is `routed`."""
+        routed = _flat(view["routed"] for view in views.values())
+        return cls(tuple(views), tuple(len(view["routed"]) for view in views.values()), routed, routed)
 
     @functools.cached_property
     def starts(self) -> Ints:

@@ -9,6 +9,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 Sink = Callable[[dict[str, Any]], None]
+# Takes more than the record, which is for it alone to know.
+_AnySink = Callable[..., None]
 
 
 class Outlet:
@@ -19,8 +21,8 @@ class Outlet:
         name: of the sink, for the log.
     """
 
-    def __init__(self, sink: Sink, name: str) -> None:
-        self._sink: Sink | None = sink
+    def __init__(self, sink: _AnySink, name: str) -> None:
+        self._sink: _AnySink | None = sink
         self._name = name
 
     @property
@@ -28,12 +30,12 @@ class Outlet:
         """Whether it still gets records."""
         return self._sink is not None
 
-    def __call__(self, record: dict[str, Any]) -> None:
-        """Hand on `record`."""
+    def __call__(self, record: dict[str, Any], *more: Any) -> None:
+        """Hand on `record`, and what else the sink takes."""
         if self._sink is None:
             return
         try:
-            self._sink(record)
+            self._sink(record, *more)
         except Exception:
             log.exception("%s failed at step %s and gets no more records", self._name, record.get("step"))
             self._sink = None

@@ -108,6 +108,8 @@ class Publisher:
         self._config = config
         self._alerts: AlertSink | None = None
         self._watchdog: Watchdog | None = None
+        self._held: Outlet | None = None
+        self._watched: Outlet | None = None
         self._outlets: list[Outlet] = []
         self._probe: Probe | None = None
         self._speed = Speed()
@@ -134,8 +136,8 @@ class Publisher:
             path=folder / "alerts.jsonl", capacity_factor=config.capacity_factor, rotate_bytes=config.rotate_bytes
         )
         self._watchdog = Watchdog(folder, minimum_seconds=_STALL_SECONDS)
-        for watcher in (self._alerts, self._watchdog):
-            self.subscribe(watcher)
+        self._held = Outlet(self._alerts.hold, f"the alerts of {folder}")
+        self._watched = Outlet(self._watchdog, f"the watchdog of {folder}")
 
     @property
     def folder(self) -> Path | None:
@@ -165,6 +167,10 @@ class Publisher:
             self._means.add(line)
             self._files.committed(arrival.step, self.counts.committed, now, loads, layers)
         self._files.record(line)
+        # Both read the line, and lists of all counts are for those who subscribe.
+        if self._held is not None and self._watched is not None:
+            self._held(line, loads)
+            self._watched(line)
         self._outlets = [outlet for outlet in self._outlets if outlet.open]
         if self._outlets:
             line["moe"] = layer_views(loads, layers)

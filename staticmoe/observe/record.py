@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -89,6 +92,80 @@ class RecordLayout:
             runs.append((len(list(same)), ends[-1], counted))
         return runs
 
+    @functools.cached_property
+    def owners(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Participant -> field -> where it begins and ends among the fields of a row."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        position = 0
+        for owner, field, shape in self.fields:
+            end = position + math.prod(shape)
+            found.setdefault(owner, {})[field] = position, end
+            position = end
+        return found
+
+    @functools.cached_property
+    def _columns(self) -> dict[tuple[str, ...], Columns]:
+        return {}
+
+    def columns(self, *names: str) -> Columns:
+        """Where these fields are, of the participants that have all of them; found once."""
+        if names not in self._columns:
+            owners = {owner: places for owner, places in self.owners.items() if set(names) <= places.keys()}
+            sizes = (end - start for start, end in (places[names[0]] for places in owners.values()))
+            indices = (
+                [numpy.arange(*places[name]) for places in owners.values()] or [numpy.zeros(0, dtype=numpy.int64)]
+                for name in names
+            )
+            self._columns[names] = Columns(tuple(owners), tuple(sizes), tuple(map(numpy.concatenate, indices)))
+        return self._columns[names]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns:
+    """Fields of several participants, end to end.
+
+    Attributes:
+        owners: the participants, in order.
+        sizes: elements of the first field, of each.
+        places: for each field, where its elements are among the fields of a row.
+    """
+
+    owners: tuple[str, ...]
+    sizes: tuple[int, ...]
+    places: tuple[NDArray[numpy.int64], ...]
+
+
+class RowFields(Mapping[str, Mapping[str, list[int]]]):
+    """The fields of a row by participant and name, as lists once somebody asks for one.
+
+    A large model has tens of thousands of counts, and to make lists of them in every step would cost more than
+    everything else that is done with a record.
+
+    Attributes:
+        layout: of the row.
+        row: all fields, end to end.
+    """
+
+    def __init__(self, layout: RecordLayout, row: NDArray[numpy.int64]) -> None:
+        self.layout, self.row = layout, row
+
+    @functools.cached_property
+    def _lists(self) -> dict[str, dict[str, list[int]]]:
+        flat = self.row.tolist()
+        return {
+            owner: {field: flat[start:end] for field, (start, end) in places.items()}
+            for owner, places in self.layout.owners.items()
+        }
+
+    def __getitem__(self, owner: str) -> dict[str, list[int]]:
+        return self._lists[owner]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.owners)
+
+    def __len__(self) -> int:
+        return len(self.layout.owners)
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -114,7 +191,7 @@ class Record:
     veto: bool
     committed: int
     scalars: dict[str, float]
-    fields: dict[str, dict[str, list[int]]]
+    fields: Mapping[str, Mapping[str, list[int]]]
     peaks: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
@@ -132,6 +209,8 @@ class RecordRing:
         self.row = torch.zeros(layout.width, dtype=torch.int64, device=device)
         self.ring = torch.zeros(slots, layout.width, dtype=torch.int64, device=device)
         self._host = torch.zeros(slots, layout.width, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # The same memory: reading from it costs torch's dispatcher nothing.
+        self._rows: NDArray[numpy.int64] = self._host.numpy()
 
     @property
     def fields(self) -> Tensor:
@@ -145,9 +224,10 @@ class RecordRing:
 
     def field(self, participant: str, name: str) -> Tensor:
         """The int64 accumulator of a field, a view of the row in the declared shape."""
-        for owner, field, part, shape in self.layout.places():
+        for owner, field, shape in self.layout.fields:
             if (owner, field) == (participant, name):
-                return self.fields[part].view(shape)
+                start, end = self.layout.owners[participant][name]
+                return self.fields[start:end].view(shape)
         raise KeyError(f"no record field {name!r} of {participant!r}")
 
     def write(self, counters: list[Tensor], scalars: list[Tensor], slot: Tensor) -> None:
@@ -169,15 +249,13 @@ class RecordRing:
 
     def read(self, slot: int) -> Record:
         """Read a slot from the host's copy, once the stream has passed its `copy_out`."""
-        row = self._host[slot]
+        # The slot is written again before everybody has read this record.
+        row = self._rows[slot].copy()
         first = len(COUNTERS)
         counters = dict(zip(COUNTERS, row[:first].tolist(), strict=True))
         names = self.layout.scalars
-        values = row[first : first + len(names)].view(torch.float64).tolist()
-        counts, peaks = row[self.layout.first_field :].tolist(), row[self.layout.first_peak :].view(-1, 3).tolist()
-        fields: dict[str, dict[str, list[int]]] = {}
-        for owner, field, part, _ in self.layout.places():
-            fields.setdefault(owner, {})[field] = counts[part]
+        values = row[first : first + len(names)].view(numpy.float64).tolist()
+        peaks = row[self.layout.first_peak :].reshape(-1, 3).tolist()
         return Record(
             launch=counters["launch"],
             attempt=counters["attempt"],
@@ -186,6 +264,6 @@ class RecordRing:
             veto=bool(counters["veto"]),
             committed=counters["committed"],
             scalars=dict(zip(names, values, strict=True)),
-            fields=fields,
+            fields=RowFields(self.layout, row[self.layout.first_field : self.layout.first_peak]),
             peaks=dict(zip(self.layout.peaks, peaks, strict=True)),
         )

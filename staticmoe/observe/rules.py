@@ -21,7 +21,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
+import numpy
+
 from staticmoe.errors import ConfigError
+from staticmoe.observe.derive import Ints, Loads
 
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -90,12 +93,13 @@ class Signals:
     def __init__(self) -> None:
         self._reruns: collections.deque[bool] = collections.deque(maxlen=_RERUN_WINDOW)
         self._nonfinite_in_row = 0
-        self._idle: dict[str, dict[int, int]] = {}
+        # Steps in a row without a token, of the experts of these layers.
+        self._idle: tuple[tuple[str, ...], Ints] = (), numpy.zeros(0, dtype=numpy.int64)
         self._recaptures: float | None = None
         self._baseline: list[float] | float = []
 
-    def update(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return the signals that are known after `record`."""
+    def update(self, record: Mapping[str, Any], loads: Loads | None = None) -> dict[str, float]:
+        """Return the signals that are known after `record`; `loads` spares it the lists under "moe"."""
         self._reruns.append(record["attempt"] > 0)
         # A step that ran again also names the reasons of its first attempt; one that committed was finite in the last.
         bad = record["skipped"] and not _NONFINITE.isdisjoint(record["reasons"])
@@ -105,23 +109,28 @@ class Signals:
             known["alert/rerun_rate"] = sum(self._reruns) / _RERUN_WINDOW
         if record["skipped"]:
             return known
-        if "moe" in record:
-            known["alert/dead_experts"] = self._dead_experts(record["moe"])
+        if loads is None and "moe" in record:
+            loads = Loads.of_views(record["moe"])
+        if loads is not None:
+            known["alert/dead_experts"] = self._dead_experts(loads)
         slowdown = self._slowdown(record)
         if slowdown is not None:
             known["alert/step_slowdown"] = slowdown
         return known
 
-    def _dead_experts(self, loads: Mapping[str, Mapping[str, Any]]) -> int:
-        for layer, load in loads.items():
-            routed = load["routed"]
-            # Most steps of most layers leave no expert without a token: the search is one pass in C.
-            if 0 not in routed:
-                self._idle[layer] = {}
-            elif any(routed):
-                before = self._idle.get(layer, {})
-                self._idle[layer] = {e: before.get(e, 0) + 1 for e, rows in enumerate(routed) if not rows}
-        return sum(idle >= _DEAD_AFTER for layer in self._idle.values() for idle in layer.values())
+    def _dead_experts(self, loads: Loads) -> int:
+        names, idle = self._idle
+        if names != loads.names or len(idle) != len(loads.routed):
+            idle = numpy.zeros_like(loads.routed)
+        if loads.routed.all():
+            # Most steps leave no expert without a token.
+            idle[:] = 0
+        else:
+            # A layer without any token says nothing of its experts.
+            some = numpy.repeat(loads.sums(loads.routed) > 0, loads.sizes)
+            idle = numpy.where(some, numpy.where(loads.routed == 0, idle + 1, 0), idle)
+        self._idle = loads.names, idle
+        return int((idle >= _DEAD_AFTER).sum())
 
     def _slowdown(self, record: Mapping[str, Any]) -> float | None:
         p50 = record.get("time/step_p50")

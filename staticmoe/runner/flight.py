@@ -155,7 +155,7 @@ class Flight:
             return
         pending.ladder.note(record)
         capacities = {name: facts.get("capacity_rows", 0) for name, facts in program.facts.items()}
-        refusal = self._host_guard.judge(record, capacities, pending.ladder.required_factor(record))
+        refusal = self._host_guard.judge(record, capacities, lambda: pending.ladder.required_factor(record))
         if refusal is None:
             return
         if self._host_guard.halts(record):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -130,19 +130,21 @@ class HostGuard:
         """Whether `record`'s step has halted the device."""
         return bool(record.reasons & self._policy.halts)
 
-    def judge(self, record: Record, capacities: dict[str, int], required_factor: float) -> StaticMoEError | None:
+    def judge(
+        self, record: Record, capacities: dict[str, int], required_factor: Callable[[], float]
+    ) -> StaticMoEError | None:
         """Error that the policies demand for `record`, or None; counts skips in a row and reruns.
 
         Args:
             capacities: participant -> rows that its buffers hold, for the message.
-            required_factor: with which the step's rows would have fitted, for the message.
+            required_factor: tells with which the step's rows would have fitted, for the message.
         """
         self._steps += 1
         self._reruns += record.attempt > 0
         if self.halts(record):
             return self._error(record, self._policy.halts, capacities, f"step {record.launch} was not applied: ")
         if record.attempt and self._steps >= _STEPS_TO_JUDGE_RERUNS and self._reruns > self._allowed_reruns():
-            return self._too_many_reruns(required_factor)
+            return self._too_many_reruns(required_factor())
         if not record.veto:
             self.consecutive_skips = 0
             return None
