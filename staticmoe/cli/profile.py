@@ -2,6 +2,7 @@
 
 staticmoe profile -- python train.py --size tiny
 staticmoe profile --ranks all --plot --trace -- torchrun --nproc-per-node 2 train.py
+staticmoe profile -- python train.py --run-dir runs/{run}
 staticmoe profile --analyse profile/profile.sqlite --json before.json
 staticmoe profile --compare before.json after.json
 """
@@ -40,7 +41,12 @@ def profile(
     start: Annotated[int, typer.Option(help="Step before which recording begins.")] = 10,
     count: Annotated[int, typer.Option(help="Steps to record.")] = 10,
     ranks: Annotated[str, typer.Option(help="Ranks to record: 0,3 or all.")] = "0",
-    timing: Annotated[bool, typer.Option(help="Run it a second time at graph level, for undisturbed times.")] = True,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            help="Run it again at graph level, for undisturbed times; {run} in its arguments: node, then graph."
+        ),
+    ] = True,
     timeout: Annotated[float | None, typer.Option(help="Seconds that a run may take.", show_default=False)] = None,
     plot: Annotated[bool, typer.Option("--plot", help="A PNG of one iteration, by phase and stream.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="A Chrome trace with phases, for ui.perfetto.dev.")] = False,

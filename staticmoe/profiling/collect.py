@@ -17,6 +17,7 @@ from staticmoe.phases import KINETO_VARIABLE, WINDOW_VARIABLE
 from staticmoe.profiling.commands import (
     GRAPH,
     NODE,
+    RUN,
     Recording,
     export_command,
     import_command,
@@ -30,6 +31,11 @@ Say = Callable[[str], None]
 # Import and export of a few steps take seconds; of everything minutes.
 TOOL_TIMEOUT_S = 900.0
 FALLBACK = f"nsys was not found (PATH, /opt/nvidia, {NSYS}): the runner records with torch.profiler instead"
+
+TWICE = (
+    f"\nthe analysis of the first run is kept; a program that will not write to the same place twice takes {RUN} in "
+    f"that argument, as --run-dir=runs/{RUN}, which becomes {NODE} and {GRAPH}; or give --no-timing"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +73,20 @@ def collect(recording: Recording, nsys: Path | None, say: Say, echo: Say) -> Col
         raise ProfileError(f"--output: expected a folder; got {recording.folder}: {error.strerror}") from error
     if nsys is None:
         say(FALLBACK)
-        files, notes = _record_kineto(recording, say, echo)
+        files, notes = _record_kineto(recording.at(NODE), say, echo)
         return Collected(tuple(Recorded(name, path) for name, path in files.items()), (FALLBACK, *notes))
-    files, notes = _record(recording, nsys, NODE, say, echo)
+    named = any(RUN in word for word in recording.command)
+    if recording.timing and not named and any(word.startswith("--run-dir") for word in recording.command):
+        say(f"the program runs twice with this --run-dir; where it refuses that, write --run-dir=...{RUN}")
+    files, notes = _record(recording.at(NODE), nsys, NODE, say, echo)
     times: dict[str, Path] = {}
     if recording.timing:
         try:
-            times, more = _record(recording, nsys, GRAPH, say, echo)
+            times, more = _record(recording.at(GRAPH), nsys, GRAPH, say, echo)
             notes += more
         except ProfileError as error:
             # The first run is whole and was the dearer one.
-            notes.append(f"no run for timing: {error}")
+            notes.append(f"no run for timing: {error}{'' if named else TWICE}")
     recorded = (Recorded(name, path, times.get(f"{name}-timing")) for name, path in files.items())
     return Collected(tuple(recorded), tuple(notes))
 

@@ -1,4 +1,8 @@
-"""What is recorded, and the exact command lines for it."""
+"""What is recorded, and the exact command lines for it.
+
+The program runs twice, at node level and, for timing, at graph level. One that will not write to the same place twice
+takes `{run}` in its arguments, which is "node" in the first run and "graph" in the second.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from pathlib import Path
 from staticmoe.profiling.errors import ProfileError
 
 NODE, GRAPH = "node", "graph"
+# In an argument of the program: stands for the level of the run.
+RUN = "{run}"
 ALL = "all"
 
 # Options of torchrun that stand alone; all others take a value.
@@ -65,6 +71,10 @@ class Recording:
     def window(self) -> str:
         """What the runner is told: start:count:ranks."""
         return f"{self.start}:{self.count}:{self.ranks}"
+
+    def at(self, level: str) -> Recording:
+        """The recording whose program is told which run it is."""
+        return dataclasses.replace(self, command=tuple(word.replace(RUN, level) for word in self.command))
 
     @property
     def launched(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:

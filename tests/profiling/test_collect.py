@@ -197,6 +197,21 @@ def test_a_failing_run_for_timing_costs_only_itself(bench: Bench, monkeypatch: p
     assert "no luck" in found.notes[0] and bench.files() == ["profile.nsys-rep", "profile.sqlite"]
 
 
+def test_a_program_that_writes_to_one_place_can_run_twice(bench: Bench) -> None:
+    """One that refuses a folder that is there: told beforehand and in the end, and mended by `{run}`."""
+    strict = str(bench.script("strict", 'echo "strict $1" >> "$LOG"; mkdir "${1#*=}" || kill $PPID'))
+    found = bench.collect(strict, f"--run-dir={bench.folder}/runs")
+    assert found.recorded[0].timing is None and len(read_profile(found.recorded[0].profile).kernels) == 49
+    assert any("runs twice with this --run-dir" in line for line in bench.said)
+    (note,) = found.notes
+    assert note.endswith("as --run-dir=runs/{run}, which becomes node and graph; or give --no-timing")
+    bench.said.clear()
+    found = bench.collect(strict, f"--run-dir={bench.folder}/runs/{{run}}")
+    assert found.recorded[0].timing is not None and found.notes == ()
+    assert sorted(path.name for path in (bench.folder / "runs").iterdir()) == ["graph", "node"]
+    assert not any("twice" in line for line in bench.said)
+
+
 def test_without_nsys_the_runner_records(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says so; the second run, for timing, would show the same."""
     found = bench.collect(nsys=False)
