@@ -160,9 +160,26 @@ def test_what_the_tuner_said_is_what_was_dropped() -> None:
 def test_the_profile_tells_what_the_text_says() -> None:
     result = json.loads((ROOT / "profiles" / "results" / "h200" / "profile_train.json").read_text())
     assert result["provenance"]["commit"] and f"{1 - result['unattributed_share']:.2%} of kernel time told" in TEXT
-    assert result["waits"] == [] and "no host waits in a step" in TEXT
+    assert sum(wait["count"] for wait in result["waits"] if wait["where"] == "in step") == 0
+    assert "no host waits in a step" in " ".join(TEXT.split())
     (traced,), (whole,) = (part["devices"] for part in (result, result["timing"]))
     assert f"idle {whole['idle_share']:.1%} between whole replays, {traced['idle_share']:.1%} while" in TEXT
+
+
+def test_the_run_that_is_monitored_and_tuned_is_the_one_of_the_text() -> None:
+    """The page and the frame are of 1000 steps on an H200, at the factor that the tuner's run had, with its drops."""
+    folder = ROOT / "profiles" / "results" / "h200"
+    frame, page = (folder / "monitor.txt").read_text(), (folder / "monitor.html").read_text()
+    assert (
+        "On an H200, 1000 steps: `profiles/results/h200/monitor.html`" in TEXT and "For 1000 steps on an H200" in TEXT
+    )
+    assert "NVIDIA H200" in frame and "NVIDIA H200" in page and frame.splitlines()[1].startswith("step 1,000 ")
+    tuned = json.loads((folder / "tune.json").read_text())
+    assert "--steps 1000" in tuned["provenance"]["protocol"] and "factor 2" in frame
+    # 32 x 256 tokens, two experts each, in four layers.
+    assert tuned["run at factor 2"]["routed"] == 1000 * 4 * 32 * 256 * 2
+    # A page stands alone: nothing is fetched from elsewhere.
+    assert re.findall(r"(?:src|href)=.?https?://", page) == []
 
 
 def test_peers_are_where_the_text_puts_them() -> None:
