@@ -119,7 +119,11 @@ def test_the_kernel_is_handed_what_it_is_documented_to_take(
         (heads[0], width), (heads[1], width), (heads[1], width_of_values)
     )]  # fmt: skip
     offsets = torch.tensor([0, 3, 12, 12, 21, 24], dtype=torch.int32, device=device)
-    want = varlen._by_mask(*batch, offsets, 9, 0.3)
+    numbers = torch.tensor([[0] * 3 + [1] * 9, [2] * 9 + [3] * 3], device=device)
+    seen = huggingface.causal_mask(torch.ones_like(numbers), sequence_ids=numbers, dtype=torch.bool)
+    rows = torch.nn.functional.scaled_dot_product_attention(*batch, attn_mask=seen, scale=0.3, enable_gqa=True)
+    want = rows.transpose(1, 2).flatten(0, 1)
+    assert error(varlen._by_mask(*batch, offsets, 9, 0.3), want) < 1e-5
     monkeypatch.setattr(varlen, "varlen_attn", oracle)
     got = varlen._by_kernel(*[one.bfloat16() for one in batch], offsets, 9, 0.3)
     assert got.shape == (24, heads[0], width_of_values) and error(got, want) < 3e-2
