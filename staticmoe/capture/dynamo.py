@@ -174,7 +174,7 @@ def _install() -> None:
                 "functions cannot be looked at with this version: use one that is tested"
             )
         if not hasattr(original, "asks_staticmoe"):
-            frames._callback_from_stance = _asking(original)
+            frames._callback_from_stance = _asking(original)  # type: ignore[assignment]
 
 
 def _asking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -145,7 +145,8 @@ class Regions:
 
     def _entry(self, one: Region) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if runs_uncompiled():
+            # A region that another one is given, as a module among its arguments, becomes a part of that one.
+            if torch.compiler.is_compiling() or runs_uncompiled():
                 return one.eager(*args, **kwargs)
             if torch.is_grad_enabled() in one.modes:
                 return one.compiled(*args, **kwargs)

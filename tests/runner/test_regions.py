@@ -113,6 +113,34 @@ def test_a_compiled_run_is_the_uncompiled_one(device: torch.device) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-10)
 
 
+class Turned(nn.Module):
+    """Takes a module that is a region as well, as attention does the table of its rotations."""
+
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return norm(x.flip(-1))
+
+
+def test_a_region_among_the_arguments_of_another_is_a_part_of_it() -> None:
+    class Handing(Model):
+        def __init__(self) -> None:
+            super().__init__(layers=1)
+            self.turned, self.dense = Turned(), nn.Identity()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.turned(self.layers[0](self.embed(tokens), torch.zeros(8)), self.last))
+
+    torch.manual_seed(0)
+    models = [Handing() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    losses = []
+    for model, mode in zip(models, ("blocks", "off"), strict=True):
+        with wrapped(model, compile=mode) as runner:
+            losses.append([float(runner.step(batch(number)).loss) for number in range(3)])
+            found = runner._parts._regions
+        assert found is None or {one.name: one.entries for one in found.regions}["turned"] == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_rates_and_grad_modes_compile_no_further() -> None:
     """O18: twenty steps under a schedule, with evaluations in between."""
     model = Model()

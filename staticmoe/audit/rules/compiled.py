@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -119,8 +119,8 @@ def taken_apart(given: Arguments) -> Arguments:
             module._compiled_call_impl = None
         else:
             parent, _, name = path.rpartition(".")
-            given.model.get_submodule(parent)._modules[name] = module._orig_mod  # type: ignore[assignment]
-    functions: dict[str, Callable[..., Any]] = {}
+            given.model.get_submodule(parent)._modules[name] = module._orig_mod
+    functions: dict[str, Any] = {}
     for what in ("loss_fn", "eval_fn", "token_mask"):
         original = _original(getattr(given, what))
         if original is not None:
