@@ -23,7 +23,9 @@ COMPILE_MODES = ("off", "blocks")
 AUDIT_MODES = ("error", "warn", "off")
 CHANGE_POLICIES = ("recapture", "raise")
 # Of files and memory: ranks that train together may differ in them.
-OWN_OPTIONS = frozenset({"run_dir", "layers_every", "experts_every", "rotate_bytes", "memory_limit_bytes"})
+OWN_OPTIONS = frozenset(
+    {"run_dir", "layers_every", "experts_every", "rank_files", "rotate_bytes", "memory_limit_bytes"}
+)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,6 @@ from staticmoe.config import OWN_OPTIONS, RunnerConfig
 from staticmoe.parallel.replicas import Replicas
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.inputs import DeviceScalars
-
-
-def own_options(replicas: Replicas, config: RunnerConfig) -> RunnerConfig:
-    """The options with which this rank writes files: of ranks that were given one folder the lowest writes to it."""
-    folders = replicas.agreement.exchange("the folders of the ranks", str(config.run_dir))
-    taken = str(config.run_dir) in folders[: replicas.rank]
-    return dataclasses.replace(config, run_dir=None) if taken else config
 
 
 def admit_replicas(

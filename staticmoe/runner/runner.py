@@ -20,7 +20,6 @@ from staticmoe.observe.publisher import Publisher
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.parallel.replicas import Replicas
 from staticmoe.phases import HostPhase, host_range
-from staticmoe.runner.alike import own_options
 from staticmoe.runner.assembly import Assembly
 from staticmoe.runner.batch_shape import BatchShape, split_micro_batches
 from staticmoe.runner.family import Family
@@ -87,8 +86,6 @@ class StaticMoERunner:
         self._closed: str | None = None
         config = config if config is not None else RunnerConfig()
         self._replicas = replicas = Replicas.of(process_group)
-        if replicas is not None:
-            config = own_options(replicas, config)
         self._step = 0
         self._hooks: StateHooks | None = None
         with replicas.agreement.sharing_failures("StaticMoERunner") if replicas else contextlib.nullcontext():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,29 +121,27 @@ def test_a_rank_that_is_alone_in_a_capture_is_told_so(on_ranks: Callable[..., li
     assert waited < 20
 
 
-def files(folder: str, own: bool) -> list[str]:
-    """What both ranks write."""
+def files(folder: str, all_write: bool) -> list[str]:
+    """What a rank writes."""
     torch.manual_seed(0)
     model, batch, rank = Model(), {"x": torch.ones(4, 8)}, dist.get_rank()
-    run_dir = Path(folder) / (f"rank{rank}" if own else "run")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = RunnerConfig(run_dir=run_dir)
+    config = RunnerConfig(run_dir=folder, rank_files=all_write)
     with StaticMoERunner(
         model, optimizer, example_batch=batch, loss_fn=loss_fn, config=config, process_group=dist.group.WORLD
     ) as runner:
         for _ in range(3):
             runner.step(batch)
-    return (run_dir / "metrics.jsonl").read_text().splitlines() if own or rank == 0 else []
+    path = Path(folder) / (f"rank{rank}" if rank else "") / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_of_ranks_with_one_folder_the_first_writes(
-    on_ranks: Callable[..., list[Any]], tmp_path: Path, own: bool
+@pytest.mark.parametrize("all_write", [False, True])
+def test_ranks_with_one_folder_keep_their_files_apart(
+    on_ranks: Callable[..., list[Any]], tmp_path: Path, all_write: bool
 ) -> None:
-    lines = on_ranks("files", folder=str(tmp_path), own=own)
-    steps = [sum('"kind": "train"' in line for line in found) for found in lines]
-    assert steps == ([3, 3] if own else [3, 0])
-    assert sorted(os.listdir(tmp_path)) == (["rank0", "rank1"] if own else ["run"])
+    lines = on_ranks("files", folder=str(tmp_path), all_write=all_write)
+    assert [sum('"kind": "train"' in line for line in found) for found in lines] == ([3, 3] if all_write else [3, 0])
 
 
 def test_buckets_keep_dtypes_apart_and_a_bound() -> None:
