@@ -13,7 +13,7 @@ import torch
 from staticmoe.bench import blocks, measure
 from staticmoe.bench.problems import Problem, Shape
 
-MEASURED = Path(__file__).resolve().parents[2] / "profiles" / "results" / "h200" / "moe_block.json"
+MEASURED = Path(__file__).resolve().parents[2] / "profiles" / "results" / "h200" / "moe_block_peers.json"
 CPU = torch.device("cpu")
 
 
