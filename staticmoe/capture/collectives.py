@@ -48,7 +48,8 @@ def obstacle(func: Any, args: tuple[Any, ...]) -> str | None:
 
 def written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """What an in-place collective writes; its schema does not say."""
-    if func.namespace != _IN_PLACE or not _name(func).endswith("_"):
+    # A barrier brings memory of its own, in which there is nothing.
+    if func.namespace != _IN_PLACE or not (_name(func).endswith("_") or _name(func) in _BARRIERS):
         return []
     return tensors_in(args[0])
 

@@ -88,8 +88,11 @@ class RanCode:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Context of an iteration. Somebody else's trace, as of a debugger, goes on."""
-        before, seen = sys.gettrace(), self._seen
+        """Context of an iteration. Somebody else's trace, as of a debugger, goes on.
+
+        The garbage collector rests: what it calls, it calls in the middle of anything, and that is not the iteration's.
+        """
+        before, seen, collecting = sys.gettrace(), self._seen, gc.isenabled()
 
         def entered(frame: FrameType, event: Any, argument: Any) -> Any:
             code = frame.f_code
@@ -99,11 +102,14 @@ class RanCode:
                 ran.closures.add(tuple(id(frame.f_locals.get(name)) for name in code.co_freevars))
             return before(frame, event, argument) if before is not None else None
 
+        gc.disable()
         sys.settrace(entered)
         try:
             yield
         finally:
             sys.settrace(before)
+            if collecting:
+                gc.enable()
 
     def update(self, other: RanCode) -> None:
         """Take over what `other` has seen."""

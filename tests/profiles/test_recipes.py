@@ -31,7 +31,7 @@ def test_every_script_is_in_the_table_with_a_result_that_is_there() -> None:
     listed = [re.findall(r"`(\w+\.py)`", row[0])[0] for row in rows]
     assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.py"))
     for name, row in zip(listed, rows, strict=True):
-        assert f"python profiles/{name}" in row[2] or "imported" in row[2], name
+        assert f" profiles/{name}" in row[2] or "imported" in row[2], name
         for result in re.findall(r"`([\w/]+\.(?:json|png))`", row[3]):
             assert (FOLDER / "results" / result).is_file(), result
     named = set(re.findall(r"profiles/(\w+\.py)", text))

@@ -364,13 +364,13 @@ def test_two_rehearsals_at_once_leave_torchs_own_functions() -> None:
 
     def second() -> None:
         inside.wait()
-        with rehearsal(torch.device("cpu"), (), (), ()):
+        with rehearsal(torch.device("cpu"), (), (), (), {}):
             # In turns, the first has left by now; else it leaves while this one is in.
             left.wait(timeout=5)
 
     other = threading.Thread(target=second)
     other.start()
-    with rehearsal(torch.device("cpu"), (), (), ()):
+    with rehearsal(torch.device("cpu"), (), (), (), {}):
         inside.set()
         other.join(timeout=0.2)
     left.set()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -373,3 +375,31 @@ def test_what_happens_between_steps_is_no_change(caplog: pytest.LogCaptureFixtur
             runner.telemetry()
             model.count = count
         assert runner.telemetry()["recaptures"] == 0
+
+
+def test_what_the_collector_calls_in_the_middle_of_an_iteration_was_not_read_by_it() -> None:
+    """As hypothesis does: a callback of the collector's that counts in a global."""
+    collected: dict[str, Any] = {"collected": 0}
+    code = "def callback(phase, info):\n    global collected\n    collected += 1\n"
+    exec(compile(code, str(Path(__file__).with_name("somebody.py")), "exec"), collected)
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        cycles: list[Any] = [[] for _ in range(2000)]
+        for one in cycles:
+            one.append(one)
+        return model(batch["x"]).square().mean()
+
+    model, before = StaticMoE(8, 8, 4, 2), gc.get_threshold()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = RunnerConfig(capture="emulate", on_change="raise")
+    batch = {"x": torch.randn(2, 8)}
+    gc.callbacks.append(collected["callback"])
+    gc.set_threshold(100)
+    try:
+        with StaticMoERunner(model, optimizer, example_batch=batch, loss_fn=loss_fn, config=config) as runner:
+            for _ in range(3):
+                runner.step(batch)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected["callback"])
+    assert collected["collected"] > 0
