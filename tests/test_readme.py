@@ -132,10 +132,12 @@ def test_the_block_is_where_the_table_says() -> None:
         times = {name: block["both"]["ms"] for name, block in case["blocks"].items()}
         assert all(times["staticmoe"] < ms for name, ms in times.items() if name != "staticmoe" and "Sonic" not in name)
         lead[case["shape"], case["tokens"]] = times["staticmoe"] / times["SonicMoE"] - 1
-        assert "ceiling is 802 TFLOP/s, not 694" in TEXT and round(case["ceiling_tflops"][0]) == 694
     assert all(gap < 0 for (_, tokens), gap in lead.items() if tokens == 8192)
     large = [f"{100 * lead[shape, 32768]:.1f}" for shape in ("qwen3", "olmoe", "mixtral")]
     assert f"by {large[0]}, {large[1]} and {large[2]}% on Qwen3, OLMoE and Mixtral" in " ".join(TEXT.split())
+    (settled,) = {round(case["ceiling_tflops"][0]) for case in result["cases"]}
+    idle = sorted({round(case["ceiling_from_idle_tflops"]) for case in result["cases"]})
+    assert f"ceiling is {idle[0]} to {idle[-1]} TFLOP/s, not {settled}" in " ".join(TEXT.split())
     before = json.loads((ROOT / "profiles" / "results" / "h200" / "moe_block.json").read_text())["cases"]
     (wide,) = [case["blocks"] for case in before if (case["shape"], case["tokens"]) == ("deepseek", 8192)]
     was = [f"{wide[name]['both']['ms']:.1f}" for name in ("staticmoe", "grouped_mm")]

@@ -71,13 +71,6 @@ class RecordLayout:
         """Elements of a row."""
         return self.first_peak + 3 * len(self.peaks)
 
-    def places(self) -> Iterator[tuple[str, str, slice, tuple[int, ...]]]:
-        """Participant, field, where it stands among the fields, and shape, in order."""
-        position = 0
-        for participant, field, shape in self.fields:
-            yield participant, field, slice(position, position + math.prod(shape)), shape
-            position += math.prod(shape)
-
     def alike(self) -> list[tuple[int, int, tuple[slice, slice] | None]]:
         """Runs of participants that have the same fields, in order: how many, elements of each, `routed` and `kept`."""
         everyone = [

@@ -67,8 +67,9 @@ def join_step(
     reasons.copy_((((rows[:, :1] >> kinds) & 1).amax(0) << kinds).sum())
     fields = rows[:, 1 + len(values) :]
     sums = fields.sum(0)
-    for participant, field, part, shape in records.layout.places():
-        bindings[participant].fields[field] = sums[part].view(shape)
+    for participant, field, shape in records.layout.fields:
+        start, end = records.layout.owners[participant][field]
+        bindings[participant].fields[field] = sums[start:end].view(shape)
     records.peaks.copy_(_peaks(fields, records))
     return list(rows[:, 1 : 1 + len(values)].contiguous().view(torch.float64).sum(0).unbind())
 
