@@ -28,23 +28,14 @@ def test_three_kills_leave_no_trace(
 ) -> None:
     """Checkpoint and records end bitwise as those of a run that nobody killed."""
     path = tmp_path / "out" / "kills.json"
-    # Nothing is captured: it starts sooner. The seed aims at a write, at a start and at a write.
+    # Nothing is captured: it starts sooner. The seed aims at a write, at an early moment of a start and at a write,
+    # whether a checkpoint was there or not; and no process comes to its end before it is killed.
     monkeypatch.setattr(module, "OPTIONS", (*module.OPTIONS[:-1], "off"))
-    monkeypatch.setattr(module, "FIRST_AIMS", {"write": 1.0})
-    monkeypatch.setattr(module, "AIMS", {"write": 0.5, "start": 0.5})
-    arguments = [
-        "--kills",
-        "3",
-        "--steps",
-        "42",
-        "--seed",
-        "8",
-        "--output",
-        str(path),
-        "--folder",
-        str(tmp_path / "runs"),
-    ]
-    monkeypatch.setattr(sys, "argv", ["kill_and_resume", *arguments, "--commit", "none"])
+    monkeypatch.setattr(module, "LATEST", 0.0)
+    for odds in ("FIRST_AIMS", "AIMS"):
+        monkeypatch.setattr(module, odds, {"write": 0.5, "start": 0.5})
+    arguments = f"--kills 3 --steps 42 --seed 31 --commit none --output {path} --folder {tmp_path / 'runs'}"
+    monkeypatch.setattr(sys, "argv", ["kill_and_resume", *arguments.split()])
     module.main()
     found = json.loads(path.read_text())
     assert found["kills"] == 3 and found["same"] and found["provenance"]["commit"] == "none"
