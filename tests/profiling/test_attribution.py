@@ -52,7 +52,7 @@ def one(kernel: Kernel, calls: list[HostCall], ranges: list[Range], *origins: No
 
 
 def test_a_replay_by_lineage(age: str, golden: Callable[..., Any], tmp_path: Path) -> None:
-    """One and two hops, a circle, a node that was never seen, the engine's thread, foreign kernels, a prefix."""
+    """O42. One and two hops, a circle, a node that was never seen, the engine's thread, foreign kernels, a prefix."""
     found = [one for one in attribute(read_nsys(golden(age).write(tmp_path / "x"))) if one.kernel.stream == 7]
     assert found[0].phase == "unattributed" and found[0].kernel.name == "warm_up"
     for number in range(4):

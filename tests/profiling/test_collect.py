@@ -86,6 +86,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[...,
 
 
 def test_a_recording_and_one_for_timing(bench: Bench) -> None:
+    """O42: the recording traces the nodes of graphs, the run for timing whole graphs."""
     found = bench.collect(start=5, count=3)
     (one,) = found.recorded
     assert (one.name, one.profile, one.timing) == (
