@@ -30,6 +30,8 @@ from staticmoe.capture.tape import Entry, Tape, operation
 
 log = logging.getLogger(__name__)
 
+# Of this package's operations.
+_NAMESPACE = __name__.partition(".")[0]
 # Between the hooks of the random state and who asks for it.
 _HOOK_FRAMES = 4
 _MEND_ORIGIN = "make it a parameter, a buffer or part of the batch, or compute it inside the iteration"
@@ -83,6 +85,7 @@ class Recorder(Observer):
         self._holder = holder
         self._unseen_writes = False
         self._quiet = 0
+        self._caller: Source | None = None
         # With the memory itself, so that its key cannot come to mean other memory.
         self._lifted: dict[int, tuple[StorageWeakRef, Source]] = {}
 
@@ -162,7 +165,7 @@ class Recorder(Observer):
         inputs = tensors_in(args, kwargs)
         self._note_slices(func, inputs)
         if not any(tensor.is_cuda for tensor in inputs):
-            with self:
+            with self._inside(func), self:
                 return implementation(*args, **kwargs)
         derived = self._provenance.is_derived(inputs)
         for tensor in mutated(func, args, kwargs):
@@ -177,6 +180,20 @@ class Recorder(Observer):
             self._provenance.will_write(tensor, derived=derived)
         return result
 
+    @contextlib.contextmanager
+    def _inside(self, func: Any) -> Iterator[None]:
+        """Within: the implementation of `func`. What an operation of this package does comes from where it was called."""
+        outer = self._caller
+        if func.namespace == _NAMESPACE:
+            self._caller = self._locate()
+        try:
+            yield
+        finally:
+            self._caller = outer
+
+    def _locate(self) -> Source:
+        return self._caller or locate(self._modules)
+
     def _note_slices(self, func: Any, inputs: list[Tensor]) -> None:
         """Integers of which every use makes a copy: not contiguous, or off the boundaries that kernels load from."""
         for tensor in inputs if self._audit != "off" and not self._quiet else ():
@@ -184,7 +201,7 @@ class Recorder(Observer):
             if tensor.dtype in _INDICES and (not tensor.is_contiguous() or offset % _ALIGNMENT):
                 layout = f"of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {offset} bytes in"
                 why = f"{func} takes integers {layout}, so it works on a copy in each step"
-                self._findings.add(Finding("SM504", why, _MEND_SLICE, locate(self._modules), severity="note"))
+                self._findings.add(Finding("SM504", why, _MEND_SLICE, self._locate(), severity="note"))
 
     def _check_layouts(self, func: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -200,7 +217,7 @@ class Recorder(Observer):
             if name_of(func) == "lift_fresh" and self._provenance.is_unknown(tensor):
                 # Python or numpy values on their way into a tensor: the place to name, if an operation reads it.
                 weak = StorageWeakRef(tensor.untyped_storage())
-                self._lifted[storage_key(tensor)] = weak, locate(self._modules)
+                self._lifted[storage_key(tensor)] = weak, self._locate()
             if func.is_view or storage_key(tensor) in only_written:
                 continue
             if name_of(func) in _TAKES_LITERAL and self._is_literal(tensor):
@@ -209,7 +226,7 @@ class Recorder(Observer):
             if fault is not None and not self._quiet and self._findings.first_report(tensor):
                 self._report_origin(func, tensor, fault)
             elif fault is None and self._provenance.is_constant(tensor) and self._findings.copies.is_new(tensor):
-                self._findings.copies.note(tensor, locate(self._modules))
+                self._findings.copies.note(tensor, self._locate())
 
     def _report_origin(self, func: Any, tensor: Tensor, fault: str) -> None:
         """Tell apart the ways in which a tensor can have come from elsewhere."""
@@ -254,7 +271,7 @@ class Recorder(Observer):
             for position, tensor in enumerate(results)
             if isinstance(tensor, Tensor) and storage_key(tensor) not in before
         ]
-        source = locate(self._modules) if fresh else Source()
+        source = self._locate() if fresh else Source()
         derived, of_weights = origin
         for _, tensor in fresh:
             self._findings.made(tensor)
@@ -283,7 +300,7 @@ class Recorder(Observer):
             self._fault(Refusal("SM309", why, "pass use_reentrant=False"))
         with _disable_current_modes():
             state = read()
-            self._provenance.made(state, derived=True, written=True, source=locate(self._modules))
+            self._provenance.made(state, derived=True, written=True, source=self._locate())
             if self._tape is not None:
                 self._tape.own(state, overwritten=True)
                 self._tape.append(Entry(run=read, fresh=((0, state),), name="get_rng_state"))
@@ -307,7 +324,7 @@ class Recorder(Observer):
         """Refuse, collect, log or pass over what a replay could not repeat."""
         if self._audit == "off" or self._quiet:
             return
-        finding = Finding(what.code, what.why, what.mend, source if source is not None else locate(self._modules))
+        finding = Finding(what.code, what.why, what.mend, source if source is not None else self._locate())
         if is_allowed(finding.code, finding.source) or _follows(finding):
             return
         new = self._findings.add_stale(holder, finding) if holder else self._findings.add(finding)
