@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +173,23 @@ def test_masked_tokens_are_no_throughput_and_no_load() -> None:
 def test_time_spent_waiting_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the optimizer outside of the graph the host waits for each step, and that is no idle time of the user's."""
     lines: list[dict[str, Any]] = []
+    now = 0.0
     with wrap(lines, capture_scope="forward_backward") as runner:
         flush = runner._flight.flush
 
         def slow() -> None:
-            time.sleep(0.02)
+            nonlocal now
+            now += 0.02
             flush()
 
         monkeypatch.setattr(runner._flight, "flush", slow)
+        monkeypatch.setattr(runner._publisher.clock, "_now", lambda: now)
         for _ in range(4):
             runner.step(batch(EVEN))
+            now += 0.5
         monkeypatch.undo()
-    assert 0.02 <= lines[-1]["time/host_wait"] <= lines[-1]["time/step_p50"] + 0.005
-    assert 0 <= lines[-1]["time/data_wait"] < 0.02
+    assert lines[-1]["time/host_wait"] == pytest.approx(0.02)
+    assert lines[-1]["time/step_p50"] == pytest.approx(0.52) and lines[-1]["time/data_wait"] == pytest.approx(0.5)
 
 
 def test_alerts_hold_the_loads_against_the_factor_in_force(tmp_path: Path) -> None:
