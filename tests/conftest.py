@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Read when triton is imported, which dynamo does. Without a GPU the kernels run in its interpreter, on CPU tensors.
 if not torch.cuda.is_available():
@@ -23,6 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 # taking it out of the collector's lists halves the time of a build.
 gc.collect()
 gc.freeze()
+
+# A machine that is busy is no fault of the code.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Small models: a second thread costs more than it brings, and the runs of one machine stay comparable.
 torch.set_num_threads(1)

@@ -35,7 +35,7 @@ def test_labels_are_the_tokens_one_byte_later() -> None:
     assert torch.equal(batch["labels"], batch["tokens"] + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(2, 250), seq_len=st.integers(1, 40), batch_size=st.integers(1, 9), seed=st.integers(0, 2**40))
 def test_an_epoch_visits_disjoint_windows_once_and_stays_inside(
     size: int, seq_len: int, batch_size: int, seed: int

@@ -301,7 +301,7 @@ def test_overload_stays_within_its_buffers(counts: list[int]) -> None:
     check(ids_of(counts), num_experts=4, capacity_rows=16)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     tokens=st.integers(1, 30),
     top_k=st.integers(1, 5),

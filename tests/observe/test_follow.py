@@ -53,7 +53,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rotations=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=40),

@@ -128,7 +128,7 @@ def test_host_values_of_other_libraries_are_plain_numbers() -> None:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(max_size=5), st.recursive(VALUES, st.lists, max_leaves=6), max_size=4))
 def test_every_record_is_one_line_of_strict_json(record: dict) -> None:
     line = encode_record(record)

@@ -46,7 +46,7 @@ def build(case: dict[str, Any], device: torch.device | str = "cpu") -> RoutingPl
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=routings())
 def test_properties(case: dict[str, Any]) -> None:
     plan = build(case)
@@ -79,7 +79,7 @@ def test_properties(case: dict[str, Any]) -> None:
         assert all((-flat_weights[r], r) < (-flat_weights[a], a) for r in rivals)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=routings())
 def test_against_python_sorting(case: dict[str, Any]) -> None:
     plan = build(case)
