@@ -20,10 +20,6 @@ if not torch.cuda.is_available():
 import torch._dynamo  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-# A runner looks at every tensor that is alive when it is built. What the imports made is none of a test's tensors, and
-# taking it out of the collector's lists halves the time of a build.
-gc.collect()
-gc.freeze()
 
 # A machine that is busy is no fault of the code.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,6 +74,17 @@ def pytest_unconfigure() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device there is: a CPU always, a GPU where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Take what imports and earlier files made out of the collector's lists.
+
+    A runner looks at every tensor that is alive when it is built, and none of those is this file's: that look, and each
+    collection, would take longer with every file.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
