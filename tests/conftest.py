@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
 import torch._dynamo  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-
 # A machine that is busy is no fault of the code.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
@@ -80,8 +79,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def frozen() -> None:
     """Take what imports and earlier files made out of the collector's lists.
 
-    A runner looks at every tensor that is alive when it is built, and none of those is this file's: that look, and each
-    collection, would take longer with every file.
+    A runner looks at every tensor that is alive when it is built: that look, and each collection, would take longer
+    with every file. So a tensor that it must find is made by the test, not by the file.
     """
     gc.collect()
     gc.freeze()

@@ -6,6 +6,7 @@ would not be known to. So a replay waits where the collective stands: at the lat
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ _BARRIERS = {"barrier", "monitored_barrier_"}
 _ADD_TO_FIRST = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"}
 
 
+@functools.cache
 def is_collective(func: Any) -> bool:
     """Whether `func` speaks with other ranks."""
     return func.namespace == _IN_PLACE or func.namespace in _FUNCTIONAL
 
 
+@functools.cache
 def is_wrapper(func: Any) -> bool:
     """Whether `func` only dresses the result of a collective, for autograd."""
     return func.namespace in _FUNCTIONAL and _name(func) == "_wrap_tensor_autograd"
@@ -46,17 +49,20 @@ def obstacle(func: Any, args: tuple[Any, ...]) -> str | None:
     return None
 
 
+@functools.cache
+def _writes_first(func: Any) -> bool:
+    # A barrier brings memory of its own, in which there is nothing.
+    return func.namespace == _IN_PLACE and (_name(func).endswith("_") or _name(func) in _BARRIERS)
+
+
 def written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """What an in-place collective writes; its schema does not say."""
-    # A barrier brings memory of its own, in which there is nothing.
-    if func.namespace != _IN_PLACE or not (_name(func).endswith("_") or _name(func) in _BARRIERS):
-        return []
-    return tensors_in(args[0])
+    return tensors_in(args[0]) if _writes_first(func) else []
 
 
 def overwritten(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """What of that it does not read."""
-    return [] if _name(func) in _ADD_TO_FIRST else written(func, args)
+    return tensors_in(args[0]) if _writes_first(func) and _name(func) not in _ADD_TO_FIRST else []
 
 
 def run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowe
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
 from staticmoe.capture.rules import Refusal, refusal
-from staticmoe.capture.schemas import mutated, name_of, overwritten
+from staticmoe.capture.schemas import mutated, name_of, namespace_of, overwritten
 from staticmoe.capture.source import Source, locate
 from staticmoe.capture.tape import Entry, Tape, operation
 
@@ -120,7 +120,7 @@ class Recorder(Observer):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._run_higher(func, args, kwargs)
-        if func.namespace == "profiler" or collectives.is_wrapper(func):
+        if namespace_of(func) == "profiler" or collectives.is_wrapper(func):
             return func(*args, **kwargs)
         if collectives.is_unfinished(types):
             # It waits first, and comes by again as the plain tensor that it wraps.
@@ -182,9 +182,9 @@ class Recorder(Observer):
 
     @contextlib.contextmanager
     def _inside(self, func: Any) -> Iterator[None]:
-        """Within: the implementation of `func`. What an operation of this package does comes from where it was called."""
+        """Within: the implementation of `func`; what one of this package does comes from where that was called."""
         outer = self._caller
-        if func.namespace == _NAMESPACE:
+        if namespace_of(func) == _NAMESPACE:
             self._caller = self._locate()
         try:
             yield
@@ -213,14 +213,15 @@ class Recorder(Observer):
         """Every input needs a known origin, save memory that the operation only writes."""
         self._check_layouts(func, inputs)
         only_written = {storage_key(tensor) for tensor in overwritten(func, args, kwargs)}
+        lifts, takes_literal = name_of(func) == "lift_fresh", name_of(func) in _TAKES_LITERAL
         for tensor in inputs:
-            if name_of(func) == "lift_fresh" and self._provenance.is_unknown(tensor):
+            if lifts and self._provenance.is_unknown(tensor):
                 # Python or numpy values on their way into a tensor: the place to name, if an operation reads it.
                 weak = StorageWeakRef(tensor.untyped_storage())
                 self._lifted[storage_key(tensor)] = weak, self._locate()
             if func.is_view or storage_key(tensor) in only_written:
                 continue
-            if name_of(func) in _TAKES_LITERAL and self._is_literal(tensor):
+            if takes_literal and self._is_literal(tensor):
                 continue
             fault = self._provenance.fault(tensor, unseen_writes=self._unseen_writes)
             if fault is not None and not self._quiet and self._findings.first_report(tensor):
@@ -249,9 +250,8 @@ class Recorder(Observer):
 
     def _only_weights(self, inputs: list[Tensor]) -> bool:
         """Whether `inputs` hold weights, or what was made of them, and else nothing that changes."""
-        weights = [tensor for tensor in inputs if self._comes_from_weights(tensor)]
-        others = [tensor for tensor in inputs if not any(tensor is weight for weight in weights)]
-        return bool(weights) and not self._provenance.is_derived(others)
+        others = [tensor for tensor in inputs if not self._comes_from_weights(tensor)]
+        return len(others) < len(inputs) and not self._provenance.is_derived(others)
 
     def _comes_from_weights(self, tensor: Tensor) -> bool:
         return self._findings.is_parameter(tensor) or self._provenance.is_of_weights(tensor)
@@ -364,6 +364,8 @@ def _without_history(tree: Any) -> Any:
 
 def _python_implementation(func: Any, args: Any, kwargs: Any) -> Any:
     """The Python function behind a `torch.library.custom_op`, or None for any other operation."""
+    if namespace_of(func) == "aten":
+        return None
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     if definition is None or func._overloadname != "default":
         return None

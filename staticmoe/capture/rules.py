@@ -5,6 +5,7 @@ Each rule looks at an operation and its arguments and answers with a code, a rea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from staticmoe.capture import collectives
+from staticmoe.capture.schemas import name_of
 
 aten = torch.ops.aten
 
@@ -64,13 +66,15 @@ def refusal(
     Args:
         is_literal: whether a tensor is a Python number in disguise.
     """
+    if not _is_suspect(func):
+        return None
     if func in _READS:
         return Refusal(*_READS[func], MEND_READ)
     if collectives.is_collective(func):
         obstacle = collectives.obstacle(func, args)
         mend = "leave it out, or exchange by a collective of all ranks (all_to_all, all_gather)"
         return Refusal("SM503", obstacle, mend) if obstacle is not None else None
-    name = func._schema.name.split("::")[-1]
+    name = name_of(func)
     if name in _INDEXING:
         return _mask_index(name, args, is_literal)
     if name == "_to_copy" and args[0].device.type != "cpu" and _is_cpu(kwargs.get("device")):
@@ -78,7 +82,7 @@ def refusal(
     if func.namespace == "aten" and name in _REPLACES_STORAGE:
         why = "replaces or resizes the memory of a tensor, which a replay cannot follow"
         return Refusal("SM501", why, "allocate the final size once", ends=True)
-    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+    if _is_sized_by_values(func):
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return None
         # _unique2, unique_dim, unique_consecutive: one thing to whoever wrote torch.unique.
@@ -86,6 +90,17 @@ def refusal(
         mend = f"{_MEND_SHAPE}; here: {mend}" if mend else _MEND_SHAPE
         return Refusal(code, "has a result whose size depends on values", mend)
     return None
+
+
+@functools.cache
+def _is_suspect(func: Any) -> bool:
+    """Whether a rule looks at `func`: what most operations are not, and is asked of each."""
+    known = func in _READS or collectives.is_collective(func) or _is_sized_by_values(func)
+    return known or name_of(func) in _INDEXING | _REPLACES_STORAGE | {"_to_copy"}
+
+
+def _is_sized_by_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def _is_cpu(device: Any) -> bool:

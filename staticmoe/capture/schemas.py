@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -14,20 +15,37 @@ _SILENT_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_no
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 
 
+@functools.cache
+def namespace_of(func: Any) -> str:
+    """Namespace of an operation; asking torch for it takes its name apart each time."""
+    return func.namespace
+
+
+@functools.cache
 def name_of(func: Any) -> str:
     """Operation name without namespace and overload."""
     return func._schema.name.split("::")[-1]
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that the schema says are written."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+@functools.cache
+def _outs(func: Any) -> tuple[str, ...]:
+    """Names of the arguments that only take results."""
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
 def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors that the operation writes."""
     silent = name_of(func) in _SILENT_BATCH_NORMS and args[5]
     written = tensors_in(args[3:5]) if silent else collectives.written(func, args)
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written.extend(tensors_in(value))
+    for position, name in _written(func):
+        written.extend(tensors_in(args[position] if position < len(args) else kwargs.get(name)))
     return written
 
 
@@ -36,9 +54,4 @@ def overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if name_of(func) in _OVERWRITES:
         # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
         return tensors_in(args[0])
-    return collectives.overwritten(func, args) + [
-        tensor
-        for argument in func._schema.arguments
-        if argument.is_out
-        for tensor in tensors_in(kwargs.get(argument.name))
-    ]
+    return collectives.overwritten(func, args) + tensors_in([kwargs.get(name) for name in _outs(func)])
