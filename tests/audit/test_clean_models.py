@@ -54,7 +54,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
         self.head.weight = self.embedding.weight
-        self.layers = nn.ModuleList(Layer(recomputed) for recomputed in (False, True, True))
+        self.layers = nn.ModuleList(Layer(recomputed) for recomputed in (False, True))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.table: Tensor | None = None
 
