@@ -59,7 +59,7 @@ from staticmoe.shapes import scaled_ceil
 DROPLESS, LOWEST, RENORMALIZED, TAIL = POLICIES = ("dropless", "lowest", "lowest-renormalized", "tail")
 FACTORS, SEEDS = (1.0, 1.25, 1.5, 2.0), (0, 1, 2)
 SIZES = {"steps": 600, "depth": 4, "batch_size": 32, "seq_len": 256, "eval_windows": 1024}
-CHECKED_SIZES = {"steps": 5, "depth": 2, "batch_size": 2, "seq_len": 32, "eval_windows": 4}
+CHECKED_SIZES = {"steps": 3, "depth": 1, "batch_size": 2, "seq_len": 32, "eval_windows": 2}
 CHECKED: dict[str, Any] = {"factors": (1.0,), "seeds": (0,), **CHECKED_SIZES}
 DROPPED = "dropped_share"
 
