@@ -100,7 +100,7 @@ class RunnerConfig:
         capture_warmup_iters: uncaptured iterations, vetoed, before the capture.
         max_in_flight: steps that may be launched and not yet known to have committed.
         self_check: replay once, vetoed, and compare with the uncaptured iteration before the first step.
-        recheck_every: repeat that comparison every N steps; 0 never.
+        recheck_every: repeat that comparison every N steps, and compare the parameters of several ranks; 0 never.
         on_change: what a step does that finds changed what the graph holds frozen (an attribute that the recording
             read, a parameter's memory, a hook, and so on): "recapture" captures anew, with a warning that names it, and
             the third time for one cause is an error; "raise" is an error at once, until it is as it was, or

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from staticmoe.capture.provenance import tensors_in
+from staticmoe.errors import ReplicaError
 
 _IN_PLACE, _FUNCTIONAL = "c10d", ("_c10d_functional", "c10d_functional")
 # The other end may ask for it only after something that this end would now be waiting with.
@@ -66,14 +67,24 @@ def overwritten(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the collective and return when it is done."""
-    result = func(*args, **kwargs)
-    if func.namespace == _IN_PLACE:
-        work = result[-1] if isinstance(result, (tuple, list)) else result
-        torch._C._distributed_c10d.Work.unbox(work).wait()
-    else:
-        for tensor in tensors_in(result):
-            torch.ops._c10d_functional.wait_tensor(tensor)
+    """Call the collective and return when it is done.
+
+    Raises:
+        ReplicaError: another rank did not come in the time that the process group gives it, or is gone.
+    """
+    try:
+        result = func(*args, **kwargs)
+        if func.namespace == _IN_PLACE:
+            work = result[-1] if isinstance(result, (tuple, list)) else result
+            torch._C._distributed_c10d.Work.unbox(work).wait()
+        else:
+            for tensor in tensors_in(result):
+                torch.ops._c10d_functional.wait_tensor(tensor)
+    except RuntimeError as error:
+        raise ReplicaError(
+            f"{_name(func)} in a replay: expected every rank of the process group, got: {error}; one that stopped, "
+            "failed, or captures again while this one does not is missing: every rank must launch the same steps"
+        ) from error
     return result
 
 

@@ -115,9 +115,16 @@ class CudaStream:
             return True
         return False
 
-    def wait(self, ticket: int) -> None:
-        """Ask until the work of `ticket` has finished."""
+    def wait(self, ticket: int, seconds: float | None = None) -> None:
+        """Ask until the work of `ticket` has finished.
+
+        Raises:
+            TimeoutError: it has not, in so many seconds.
+        """
+        start = time.monotonic()
         while not self.is_done(ticket):
+            if seconds is not None and time.monotonic() - start > seconds:
+                raise TimeoutError(f"the device has not come to the end of work {ticket} in {seconds:g} s")
             time.sleep(_POLL_SECONDS)
 
 

@@ -58,7 +58,7 @@ class DeferredStream:
         """Whether `ticket` has run."""
         return ticket <= self._done
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, ticket: int, seconds: float | None = None) -> None:
         """Run everything up to `ticket`."""
         if self._failure is not None:
             failure, self._failure = self._failure, None

@@ -54,8 +54,15 @@ class Stream(Protocol):
     def is_done(self, ticket: int) -> bool:
         """Whether the work of `ticket` has finished. Never waits."""
 
-    def wait(self, ticket: int) -> None:
-        """Return when the work of `ticket` has finished; raises what it raised."""
+    def wait(self, ticket: int, seconds: float | None = None) -> None:
+        """Return when the work of `ticket` has finished; raises what it raised.
+
+        Args:
+            seconds: that a device may take; a host that does the work itself takes what it takes.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
 
 
 class Capture(Protocol):

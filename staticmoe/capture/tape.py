@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from staticmoe.capture.provenance import raw_bytes
-from staticmoe.errors import ReplayError
+from staticmoe.errors import ReplayError, ReplicaError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +138,8 @@ class Tape:
     def _run(entry: Entry) -> None:
         try:
             result = entry.run()
+        except ReplicaError:
+            raise
         except Exception as error:
             raise ReplayError(f"{entry.name} failed in a replay: {error}") from error
         if entry.fresh:

@@ -37,7 +37,7 @@ class ImmediateStream:
         """Always true of a ticket that was given out."""
         return ticket <= self._done
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, ticket: int, seconds: float | None = None) -> None:
         """Nothing is ever outstanding."""
 
 

@@ -35,9 +35,14 @@ class Agreement:
         if group not in _places:
             ranks = dist.get_process_group_ranks(group)
             part = len(ranks) < dist.get_world_size()
-            _places[group] = dist.new_group(
-                ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=part, group_desc="staticmoe hosts"
-            )
+            with _in_words("StaticMoERunner"):
+                _places[group] = dist.new_group(
+                    ranks,
+                    timeout=PATIENCE,
+                    backend="gloo",
+                    use_local_synchronization=part,
+                    group_desc="staticmoe hosts",
+                )
         self._place = _places[group]
 
     def compare(self, purpose: str, facts: Mapping[str, str]) -> list[dict[str, str]]:

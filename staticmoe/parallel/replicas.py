@@ -5,6 +5,7 @@ Letters: W ranks, n elements.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class Replicas:
         agreement: where the hosts meet.
     """
 
+    _backend: Any
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -78,7 +81,8 @@ class Replicas:
         """
         wanted = _BACKENDS.get(device.type, "nccl")
         try:
-            backend = self._group._get_backend(device).name()
+            self._backend = self._group._get_backend(device)
+            backend = self._backend.name()
         except RuntimeError as error:
             backend = str(error)
         if backend != wanted:
@@ -87,6 +91,12 @@ class Replicas:
                 f"torch.distributed.init_process_group('{wanted}')"
             )
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    @property
+    def patience(self) -> datetime.timedelta:
+        """How long a collective of the group may take, as `init_process_group` was told; once it is connected."""
+        timeout: datetime.timedelta = self._backend.options._timeout
+        return timeout
 
     def compare_values(self, tensors: Mapping[str, Tensor]) -> None:
         """Compare each tensor bitwise with that of rank 0; names, shapes and dtypes are known to be the same.

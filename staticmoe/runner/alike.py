@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from staticmoe.capture import Stream
 from staticmoe.config import OWN_OPTIONS, RunnerConfig
+from staticmoe.errors import ReplicaError
 from staticmoe.parallel.replicas import Replicas
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.inputs import DeviceScalars
@@ -46,19 +48,65 @@ def admit_replicas(
     replicas.compare_values({name: tensor for name, tensor in tensors.items() if tensor.device == device})
 
 
-@contextlib.contextmanager
-def together(replicas: Replicas | None, purpose: str, **facts: object) -> Iterator[None]:
-    """Leave when every rank has done what is within, and is about to do the same; `facts` say what.
+def compare_replicas(replicas: Replicas | None, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    """Check that what steps commit is still the same on every rank; buffers may be a rank's own, as statistics are.
 
     Raises:
-        ReplicaError: they are not.
+        ReplicaError: on every rank, with what differs first.
+    """
+    if replicas is not None:
+        buffers = dict(model.named_buffers())
+        tensors = _tensors(model, optimizer).items()
+        replicas.compare_values({name: t for name, t in tensors if name not in buffers and t.device == device})
+
+
+def agree(replicas: Replicas | None, purpose: str, **facts: object) -> None:
+    """Wait for every rank, to learn that it has come this far with the same `facts`, before one alone exchanges more.
+
+    Raises:
+        ReplicaError: they differ, or another rank failed.
+    """
+    if replicas is not None:
+        replicas.agreement.compare(purpose, {name.replace("_", " "): str(fact) for name, fact in facts.items()})
+
+
+@contextlib.contextmanager
+def together(replicas: Replicas | None, purpose: str) -> Iterator[None]:
+    """Leave when every rank has done what is within; where one fails, the others hear of it where they agree next.
+
+    Not within another one: an error is told once.
+
+    Raises:
+        ReplicaError: another rank failed.
     """
     if replicas is None:
         yield
         return
     with replicas.agreement.sharing_failures(purpose):
         yield
-        replicas.agreement.compare(purpose, {name: str(fact) for name, fact in facts.items()})
+        agree(replicas, purpose)
+
+
+def wait_for(replicas: Replicas | None, stream: Stream, ticket: int) -> None:
+    """Return when the work of `ticket` has finished; with several ranks in the time that a collective of theirs has.
+
+    No watchdog of torch's knows the collectives of a replay: one of which a rank is missing waits for ever.
+
+    Raises:
+        ReplicaError: it has not.
+    """
+    if replicas is None:
+        stream.wait(ticket)
+        return
+    seconds = replicas.patience.total_seconds()
+    try:
+        stream.wait(ticket, seconds)
+    except TimeoutError as error:
+        raise ReplicaError(
+            f"a step: expected it to end within the {seconds:g} s that the process group gives a collective, got none "
+            "of it; a rank that stopped, failed, or captures again while this one does not is missing in its "
+            "collectives: every rank must launch the same steps, or init_process_group needs a longer timeout"
+        ) from error
 
 
 def obstacle_anywhere(replicas: Replicas | None, own: str | None) -> str | None:

@@ -32,7 +32,7 @@ from staticmoe.runner.admission import (
     mask_function,
     untrained,
 )
-from staticmoe.runner.alike import admit_replicas, obstacle_anywhere, together
+from staticmoe.runner.alike import admit_replicas, agree, compare_replicas, obstacle_anywhere, together
 from staticmoe.runner.batch_shape import BatchShape
 from staticmoe.runner.beside import Beside
 from staticmoe.runner.family import Family
@@ -175,6 +175,14 @@ class Assembly:
         table = self.adapter.hyper_parameters()
         inputs.fill(slot, values, table, self.scalars.host_values(), launch, seed)
 
+    def compare_replicas(self) -> None:
+        """Check that the ranks have not drifted apart, as with a learning rate that one of them alone has set.
+
+        Raises:
+            ReplicaError: they have.
+        """
+        compare_replicas(self._replicas, self._model, self.optimizer, self.device)
+
     def versions(self) -> int:
         """A number that changes when somebody writes a trained parameter."""
         return sum(parameter._version for parameter in self.adapter.parameters)
@@ -249,11 +257,11 @@ class Assembly:
         self._flush()
         with together(self._replicas, "the memory of the training graphs"):
             self._memory.admit(shape)
-        # Now, not in the first step: a graph of a step that creates state would create it anew each time.
-        self.adapter.create_state()
-        self._provenance.declare(self.adapter.state_tensors, changing=True)
-        config = self.config
-        inputs = self._inputs(shape, config.gradient_accumulation_steps)
+            # Now, not in the first step: a graph of a step that creates state would create it anew each time.
+            self.adapter.create_state()
+            self._provenance.declare(self.adapter.state_tensors, changing=True)
+            config = self.config
+            inputs = self._inputs(shape, config.gradient_accumulation_steps)
         lowest = self._build_step(inputs, config)
         factors: tuple[float | None, ...] = ()
         if config.overflow == "rerun" and lowest.can_overflow:
@@ -329,16 +337,16 @@ class Assembly:
 
     def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
         start = time.perf_counter()
-        with together(self._replicas, f"the {kind} graph", batch=inputs.shape, factor=wrapped.config.capacity_factor):
-            pass
         program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
-        try:
-            program.build(self._functions(loss_fn), self.config.max_in_flight + 1)
-        except CaptureError:
-            # A failed capture renews the random state that the other graphs are registered with.
-            self.training.drop()
-            self.evaluation.drop()
-            raise
+        with together(self._replicas, f"the {kind} graph"):
+            agree(self._replicas, f"the {kind} graph", batch=inputs.shape, factor=wrapped.config.capacity_factor)
+            try:
+                program.build(self._functions(loss_fn), self.config.max_in_flight + 1)
+            except CaptureError:
+                # A failed capture renews the random state that the other graphs are registered with.
+                self.training.drop()
+                self.evaluation.drop()
+                raise
         self._ran[kind].update(program.ran)
         if self.config.self_check:
             program.self_check(0)

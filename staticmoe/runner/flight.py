@@ -12,7 +12,9 @@ from staticmoe.observe.derive import Arrival
 from staticmoe.observe.publisher import Publisher
 from staticmoe.observe.record import Reason, Record
 from staticmoe.observe.results import EvalResult, StepResult
+from staticmoe.parallel.replicas import Replicas
 from staticmoe.phases import HostPhase, host_range
+from staticmoe.runner.alike import wait_for
 from staticmoe.runner.guard import DeviceGuard, HostGuard
 from staticmoe.runner.ladder import Ladder
 from staticmoe.runner.modes import outside_inference
@@ -40,7 +42,7 @@ class Flight:
         publisher: takes each record.
         versions: a number that changes when somebody writes a trained parameter.
         broken: called with the error of a replay that failed half-way.
-        joint: the step is one with those of other ranks, whose hosts may read results later than this one.
+        replicas: the ranks whose steps are one step, and whose hosts may read results later than this one, or None.
     """
 
     def __init__(
@@ -52,8 +54,7 @@ class Flight:
         publisher: Publisher,
         versions: Callable[[], int],
         broken: Callable[[BaseException], None],
-        *,
-        joint: bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
         self._stream = stream
         self._limit = limit
@@ -62,7 +63,7 @@ class Flight:
         self._publisher = publisher
         self._versions = versions
         self._broken = broken
-        self._joint = joint
+        self._replicas = replicas
         self._pending: collections.deque[_Pending] = collections.deque()
         self._launches = 0
         self._seen_versions = 0
@@ -134,7 +135,7 @@ class Flight:
         self._wait(pending.ticket)
         record, program = pending.program.records.read(pending.slot), pending.program
         training, causes = not isinstance(pending.result, EvalResult), Reason(0)
-        if self._joint and training and not record.void and self._host_guard.halts(record):
+        if self._replicas is not None and training and not record.void and self._host_guard.halts(record):
             self._let_others_pass(pending)
         if training and self._host_guard.wants_rerun(record):
             record, program, causes = self._rerun(pending, record)
@@ -204,7 +205,7 @@ class Flight:
         """Wait for `ticket`; a replay that failed ends everything that is in flight."""
         try:
             with host_range(HostPhase.POLL):
-                self._stream.wait(ticket)
+                wait_for(self._replicas, self._stream, ticket)
         except BaseException as error:
             self._fail(error)
             raise

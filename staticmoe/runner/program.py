@@ -22,9 +22,10 @@ from staticmoe.capture.holders import holder_of
 from staticmoe.capture.provenance import storage_key
 from staticmoe.capture.ran import RanCode
 from staticmoe.capture.surroundings import Surroundings
-from staticmoe.errors import AuditError, CaptureError, ModelError, SelfCheckError
+from staticmoe.errors import AuditError, CaptureError, ModelError, ReplicaError, SelfCheckError
 from staticmoe.observe.record import Record, RecordLayout, RecordRing
 from staticmoe.phases import HostPhase, host_range
+from staticmoe.runner.alike import agree, wait_for
 from staticmoe.runner.commit import Shadow, restore
 from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import InputRing
@@ -130,6 +131,8 @@ class Program:
             if self._audit == "error" and self.findings.errors:
                 self._surroundings.judge(before.changes())
                 raise audit_error(self.findings.items)
+            # Where one rank found what another did not, none of them begins to exchange again.
+            agree(self._replicas, "the audit of the iteration")
             emulated = self._capture.name == "emulate"
             self._proof.before_capture(functools.partial(self._run_unseen, self._run), emulated=emulated)
             before = HostState(self._wrapped.model, functions)
@@ -193,6 +196,8 @@ class Program:
             before = HostState(self._wrapped.model, functions)
             self._observe(self._iteration, self.ran)
             self._surroundings.draws.report()
+        except ReplicaError:
+            raise
         except Exception as error:
             self._surroundings.draws.report()
             self._surroundings.add_copies()
@@ -241,6 +246,8 @@ class Program:
             for field, tensor in tensors.items()
         )
         ranks = self._replicas.size if self._replicas is not None else 1
+        # What the ranks' records say is added up entry by entry.
+        agree(self._replicas, "the first run", names_of_metrics=", ".join(self._iteration.scalar_names), fields=fields)
         layout = RecordLayout(self._iteration.scalar_names, fields, ranks)
         self._records = RecordRing(layout, slots, self._wrapped.device)
         shadow = Shadow(mutations)
@@ -344,7 +351,7 @@ class Program:
                 run()
 
         stream = self._capture.stream
-        stream.wait(stream.launch(work, lambda: self.records.copy_out(slot)))
+        wait_for(self._replicas, stream, stream.launch(work, lambda: self.records.copy_out(slot)))
         return self.records.read(slot), gradients()
 
     def _differences(self, one: tuple[Record, list[Tensor]], other: tuple[Record, list[Tensor]]) -> list[str]:

@@ -20,6 +20,7 @@ from staticmoe.observe.publisher import Publisher
 from staticmoe.observe.results import EvalResult, StepResult
 from staticmoe.parallel.replicas import Replicas
 from staticmoe.phases import HostPhase, host_range
+from staticmoe.runner.alike import agree
 from staticmoe.runner.assembly import Assembly
 from staticmoe.runner.batch_shape import BatchShape, split_micro_batches
 from staticmoe.runner.family import Family
@@ -106,7 +107,7 @@ class StaticMoERunner:
             self._publisher,
             parts.versions,
             self._break,
-            joint=replicas is not None,
+            replicas,
         )
         try:
             parts.training.ladder(0)
@@ -170,6 +171,7 @@ class StaticMoERunner:
         slot = self._prepare(program, values, step, seed=self._parts.capture.seeds.draw())
         if recheck:
             program.self_check(slot)
+            self._parts.compare_replicas()
         # Schedulers look for a call of the optimizer's step, which a replay is not.
         self._parts.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._flight.launch(ladder, program, result)
@@ -194,6 +196,8 @@ class StaticMoERunner:
         self.flush()
         self._follow_changes(self._parts.evaluation)
         number, values = self._parts.evaluation.accept([batch])
+        # Of a rank that evaluates alone the sums would meet those of another's step.
+        agree(self._replicas, "evaluate", step=self._step, shape=number)
         ladder = self._parts.evaluation.ladder(number)
         program = ladder.start()
         result = EvalResult(self._step, self._flight.settle_until)
