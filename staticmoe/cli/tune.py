@@ -5,7 +5,8 @@
     staticmoe tune runs/first --skip 200 --max-drop-rate 0.01
     staticmoe tune runs/first --scope rank --ep 2,8,64 --max-rerun-rate 0.01
 
-The run must have recorded the loads of its experts: RunnerConfig(experts_every=1). Exit code 0 with a recommendation,
+The run must have recorded the loads of its experts: RunnerConfig(experts_every=1). Of a run of several ranks, the files
+of all of them are read: a step overflows where one of them does. Exit code 0 with a recommendation,
 also where none of the candidates will do; 1 where the recording cannot be used.
 """
 
@@ -61,11 +62,12 @@ def tune(
     console = Console()
     with console.status(f"reading {run_dir}"):
         loads = read_run(run_dir)
-    if not 0 <= skip < len(loads):
-        raise ConfigError(f"--skip: expected at least 0 and fewer than the {len(loads)} recorded steps; got {skip}")
+    steps, several = len(loads) // loads.replicas, f" of {loads.replicas} ranks" if loads.replicas > 1 else ""
+    if not 0 <= skip < steps:
+        raise ConfigError(f"--skip: expected at least 0 and fewer than the {steps} recorded steps; got {skip}")
     left_out = f", the first {skip} left out" if skip else ""
-    say(console, [f"staticmoe tune: {len(loads)} recorded steps{left_out}, {len(loads.layers)} layers"])
-    loads = loads.part(skip, len(loads))
+    say(console, [f"staticmoe tune: {steps} recorded steps{several}{left_out}, {len(loads.layers)} layers"])
+    loads = loads.part(skip * loads.replicas, len(loads))
     findings = _findings(console, loads, read_meta(run_dir), scope, candidates, ranks, limits)
     if output is not None:
         write_result(result_of(findings, limits), output)

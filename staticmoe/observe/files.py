@@ -135,9 +135,9 @@ class RunFiles:
         folder.mkdir(parents=True, exist_ok=True)
         # As many as have files here, so that a reader knows what to wait for.
         ranks = self._rank.count if config.rank_files else 1
-        facts = {"schema": SCHEMA_VERSION, "rank": self._rank.number, "ranks": ranks, **meta}
+        facts = {"schema": SCHEMA_VERSION, "rank": self._rank.number, "ranks": ranks, "processes": self._rank.count}
         partial = folder / "meta.json.partial"
-        partial.write_text(json.dumps(facts, indent=2) + "\n")
+        partial.write_text(json.dumps({**facts, **meta}, indent=2) + "\n")
         os.replace(partial, folder / "meta.json")
         heads: dict[str, dict[str, Any]] = {"metrics": {}, "layers/layers": {}}
         if config.experts_every:

@@ -138,6 +138,6 @@ def holdout(loads: Loads, factor: float | None, scope: str = "expert", ranks: in
 
 def _split(loads: Loads, share: float, ranks: int) -> tuple[Loads, Loads]:
     """Cut behind `share` of the steps, never within one."""
-    rows = ranks * loads.accumulate
+    rows = loads.rows_per_step(ranks)
     cut = round(share * (len(loads) // rows)) * rows
     return loads.part(0, cut), loads.part(cut, len(loads))

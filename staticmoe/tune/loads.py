@@ -3,12 +3,13 @@
 Loads are counted before capacity, so one recording answers for every capacity factor.
 
 Dimensions: S recorded rows, E experts of a layer, T tokens of a micro-batch, K experts a token, EP ranks that share the
-experts, N micro-batches of a step.
+experts, N micro-batches of a step, W ranks that were recorded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -45,7 +46,8 @@ class Loads:
         layers: module name -> its sizes.
         routed: module name -> int64 [S,E], assignments before capacity.
         summed: micro-batches that each row is the sum of. What a capacity drops can be told from rows of one alone.
-        accumulate: N, rows that a training step is made of; 1 where a row is a step.
+        accumulate: N, rows that a training step of one rank is made of; 1 where a row is a step.
+        replicas: W, ranks that were recorded together: the rows of a step lie side by side, one of each.
         notes: what a reader should know about how this was recorded.
 
     Raises:
@@ -56,6 +58,7 @@ class Loads:
     routed: Mapping[str, Ints]
     summed: int = 1
     accumulate: int = 1
+    replicas: int = 1
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,6 +89,10 @@ class Loads:
 
     def __len__(self) -> int:
         return int(next(iter(self.routed.values())).shape[0])
+
+    def rows_per_step(self, ranks: int) -> int:
+        """Rows that make a step of as many ranks as were recorded, and of whole groups of `ranks` with the experts."""
+        return math.lcm(ranks, self.replicas) * self.accumulate
 
     def part(self, start: int, stop: int) -> Loads:
         """The rows from `start` up to `stop`, which is left out."""

@@ -1,7 +1,8 @@
 """What a capacity would have dropped of recorded loads: exact counts, step by step.
 
 Expert parallelism is made of what was recorded: EP consecutive micro-batches stand for the EP ranks of one step, rank r
-holding E/EP consecutive experts. Ranks that read different sources at the same time can differ more than that.
+holding E/EP consecutive experts. Ranks that read different sources at the same time can differ more than that. Of
+recorded ranks each has its own capacity, and the step of all overflows where one of them does.
 
 Dimensions: G steps, N micro-batches of a step, E experts, EP ranks, T·K assignments of a micro-batch on one rank, C
 rows of an expert, R rows of a rank.
@@ -70,7 +71,7 @@ class Arrivals:
 
     Attributes:
         routed: module name -> int64 [G], assignments of each step over all ranks.
-        rows_per_step: recorded rows that a step is made of, EP·N.
+        rows_per_step: recorded rows that a step is made of: EP·N of one recorded rank.
 
     Raises:
         ConfigError: E is no multiple of EP, fewer than two steps, or rows that are sums of micro-batches.
@@ -78,13 +79,14 @@ class Arrivals:
 
     def __init__(self, loads: Loads, scope: str, ranks: int = 1) -> None:
         self.loads, self.scope, self.ranks = loads, scope, ranks
-        self.rows_per_step = ranks * loads.accumulate
+        self.rows_per_step = loads.rows_per_step(ranks)
         self.shapes = {name: shape_of(layer, None, scope, ranks) for name, layer in loads.layers.items()}
         self.steps = len(loads) // self.rows_per_step
         if self.steps < 2:
             raise ConfigError(
-                f"loads: expected at least two steps of {ranks} ranks with {loads.accumulate} micro-batches each, "
-                f"{2 * self.rows_per_step} recorded rows; got {len(loads)}: record more steps"
+                f"loads: expected at least two steps of {self.rows_per_step // loads.accumulate} ranks with "
+                f"{loads.accumulate} micro-batches each, {2 * self.rows_per_step} recorded rows; got {len(loads)}: "
+                "record more steps"
             )
         if loads.summed > 1 and not (scope == "rank" and ranks == 1):
             raise ConfigError(
@@ -102,7 +104,7 @@ class Arrivals:
         return experts if self.scope == "expert" else experts.reshape(len(experts), self.ranks, -1).sum(2)
 
     def _by_step(self, values: Ints) -> Ints:
-        return values.reshape(self.steps, self.loads.accumulate).sum(1)
+        return values.reshape(self.steps, -1).sum(1)
 
     def at(self, factor: float | None) -> Outcome:
         """What a capacity factor would have done.
@@ -142,4 +144,4 @@ class Arrivals:
             else:
                 factors.append(cells.max(1) / balanced)
         highest = np.max(factors, axis=0)
-        return np.asarray(highest.reshape(self.steps, self.loads.accumulate).max(1))
+        return np.asarray(highest.reshape(self.steps, -1).max(1))

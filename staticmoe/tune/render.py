@@ -62,7 +62,8 @@ def table_lines(table: Table) -> list[str]:
     """The table below its headings, and what its columns are."""
     judge = table.judge
     names, pattern = labels(list(judge.loads.layers))
-    ranks = "one rank" if judge.ranks == 1 else f"{judge.ranks} ranks, made of consecutive micro-batches"
+    one = "one rank" if judge.loads.replicas == 1 else f"each of {judge.loads.replicas} ranks"
+    ranks = one if judge.ranks == 1 else f"{judge.ranks} ranks, made of consecutive micro-batches"
     lines = [
         f"capacity scope {judge.scope}, {ranks}, {judge.steps} steps",
         f"{'f':>5} {'rows':>7} {'expert':>7} {'dropped, %':<22} {'worst layer':<12} {'reruns, %':<16} time",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from staticmoe.errors import ConfigError
+from staticmoe.observe.ranks import rank_folder
 from staticmoe.observe.sinks.jsonl import read_rotated
 from staticmoe.tune.loads import Ints, Layer, Loads
 
@@ -42,29 +43,59 @@ def read_meta(run_dir: str | Path) -> dict[str, Any]:
 
 
 def read_run(run_dir: str | Path) -> Loads:
-    """Return the loads that a run wrote to layers/experts.jsonl; where a resume repeated a step, its last line counts.
+    """Return the loads that the ranks of a run wrote to layers/experts.jsonl, of the steps that all of them wrote.
+
+    Where a resume repeated a step, its last line counts.
 
     Raises:
         ConfigError: the run did not record the loads of its experts, or not so that they can be used.
     """
-    meta, path = read_meta(run_dir), Path(run_dir) / "layers" / "experts.jsonl"
-    steps: dict[int, dict[str, list[int]]] = {}
-    try:
-        for record in read_rotated(path):
-            if record["kind"] == "train":
-                steps[record["step"]] = {name: layer["routed"] for name, layer in record["layers"].items()}
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path}: expected the loads of the experts, which this run did not record; {_RECORD_AGAIN}"
-        ) from error
+    meta, recorded, absent = read_meta(run_dir), [], []
+    for rank in range(int(meta.get("ranks", 1))):
+        path = rank_folder(run_dir, rank) / "layers" / "experts.jsonl"
+        try:
+            recorded.append(_steps_of(path))
+        except FileNotFoundError as error:
+            if rank == 0:
+                raise ConfigError(
+                    f"{path}: expected the loads of the experts, which this run did not record; {_RECORD_AGAIN}"
+                ) from error
+            absent.append(rank)
+    steps = sorted(set.intersection(*map(set, recorded)))
     if not steps:
-        raise ConfigError(f"{path}: expected the loads of at least one committed step; got none: let the run go on")
-    rows = [steps[step] for step in sorted(steps)]
+        raise ConfigError(
+            f"{run_dir}: expected the loads of at least one committed step in layers/experts.jsonl, the same one of "
+            "every rank; got none: let the run go on"
+        )
+    rows = [of_rank[step] for step in steps for of_rank in recorded]
     participants = meta.get("participants", {})
     layers = {name: _layer_of(name, participants.get(name, {}), run_dir) for name in rows[0]}
     return Loads(
-        layers, _stacked(rows), summed=int(meta.get("micro_batches", 1)), notes=tuple(_notes(meta.get("config", {})))
+        layers,
+        _stacked(rows),
+        summed=int(meta.get("micro_batches", 1)),
+        replicas=len(recorded),
+        notes=(*_notes(meta.get("config", {})), *_notes_on_ranks(meta, absent)),
     )
+
+
+def _steps_of(path: Path) -> dict[int, dict[str, list[int]]]:
+    """Step -> layer -> assignments of each expert, of one rank."""
+    return {
+        record["step"]: {name: layer["routed"] for name, layer in record["layers"].items()}
+        for record in read_rotated(path)
+        if record["kind"] == "train"
+    }
+
+
+def _notes_on_ranks(meta: Mapping[str, Any], absent: Sequence[int]) -> Iterator[str]:
+    processes, ranks = meta.get("processes", 1), meta.get("ranks", 1)
+    unseen = "what overflows on the others is not counted, so that more steps are run again or skipped than this says"
+    if absent:
+        names = ", ".join(map(str, absent))
+        yield f"ranks {names} have no layers/experts.jsonl here: {unseen}; copy their folders here"
+    if processes > ranks:
+        yield f"recorded by {ranks} of {processes} ranks: {unseen}; record with RunnerConfig(rank_files=True)"
 
 
 def _layer_of(name: str, facts: Mapping[str, int], run_dir: str | Path) -> Layer:
@@ -104,7 +135,7 @@ def _stacked(rows: list[dict[str, list[int]]]) -> dict[str, Ints]:
 
 
 class LoadRecorder:
-    """A sink for `runner.subscribe` that keeps the loads of committed training steps.
+    """A sink for `runner.subscribe` that keeps the loads of committed training steps, of several ranks its own one's.
 
     A step that a policy left out because its rows did not fit is kept as well: leaving it out would flatter.
 
@@ -156,7 +187,8 @@ class LoadRecorder:
 def calibrate(runner: StaticMoERunner, batches: Iterable[Any]) -> Loads:
     """Return the loads of `batches`, each one micro-batch, as `runner.evaluate` routes them: dropless, in eval mode.
 
-    Nothing is committed. One batch is one row; the rows of a step are as many as the runner accumulates.
+    Nothing is committed. One batch is one row; the rows of a step are as many as the runner accumulates. With several
+    ranks each has the loads of its own batches.
 
     Raises:
         ConfigError: evaluation has a capacity, no batches, or batches of several shapes.

@@ -82,6 +82,16 @@ def test_a_table_of_80_columns_with_the_numbers_of_the_library(run: Path) -> Non
     assert "no drift is seen: at factor 1.5" in result.output
 
 
+def test_all_ranks_of_a_run_are_read_and_steps_are_skipped_on_each(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=2)
+    write(folder / "rank1", steps=230)
+    result = tune(folder, "--skip", 30, "--factors", "1.5")
+    assert result.exit_code == 0, result.output
+    assert "230 recorded steps of 2 ranks, the first 30 left out" in result.output
+    assert "capacity scope expert, each of 2 ranks, 200 steps" in result.output
+    assert "fewer than the 230 recorded steps; got 230" in tune(folder, "--skip", 230).stderr
+
+
 def test_the_result_is_what_a_runner_takes(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tuned.json"
     result = tune(run, "--max-rerun-rate", 0.05, "--output", path)

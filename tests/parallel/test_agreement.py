@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from staticmoe import RunnerConfig, StaticMoE, StaticMoEError, StaticMoERunner
 from staticmoe.parallel import agreement
 from staticmoe.parallel.replicas import _buckets
+from staticmoe.tune import Arrivals, read_run
+
+FACTOR = 1.5
 
 
 class Model(nn.Module):
@@ -122,27 +125,36 @@ def test_a_rank_that_is_alone_in_a_capture_is_told_so(on_ranks: Callable[..., li
     assert waited < 20
 
 
-def files(folder: str, all_write: bool) -> list[str]:
-    """What a rank writes."""
+def files(folder: str, all_write: bool) -> tuple[list[str], list[bool]]:
+    """What a rank writes, and which steps ran again."""
     torch.manual_seed(0)
-    model, batch, rank = Model(), {"x": torch.ones(4, 8)}, dist.get_rank()
+    model, rank = Model(), dist.get_rank()
+    batches = [{"x": x} for x in torch.randn(2, 12, 32, 8)[rank]]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = RunnerConfig(run_dir=folder, rank_files=all_write)
+    config = RunnerConfig(
+        run_dir=folder, rank_files=all_write, experts_every=1, capture="off",
+        capacity_factor=FACTOR, capacity_scope="expert", max_rerun_fraction=1.0,
+    )  # fmt: skip
     with StaticMoERunner(
-        model, optimizer, example_batch=batch, loss_fn=loss_fn, config=config, process_group=dist.group.WORLD
+        model, optimizer, example_batch=batches[0], loss_fn=loss_fn, config=config, process_group=dist.group.WORLD
     ) as runner:
-        for _ in range(3):
-            runner.step(batch)
+        results = [runner.step(batch) for batch in batches]
     path = Path(folder) / (f"rank{rank}" if rank else "") / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text().splitlines() if path.exists() else [], [result.attempt > 0 for result in results]
 
 
 @pytest.mark.parametrize("all_write", [False, True])
 def test_ranks_with_one_folder_keep_their_files_apart(
     on_ranks: Callable[..., list[Any]], tmp_path: Path, all_write: bool
 ) -> None:
-    lines = on_ranks("files", folder=str(tmp_path), all_write=all_write)
-    assert [sum('"kind": "train"' in line for line in found) for found in lines] == ([3, 3] if all_write else [3, 0])
+    """And where all write, their loads tell which steps of the run were run again; those of one rank do not."""
+    (first, again), (second, also) = on_ranks("files", folder=str(tmp_path), all_write=all_write)
+    found = [sum('"kind": "train"' in line for line in lines) for lines in (first, second)]
+    assert found == ([12, 12] if all_write else [12, 0])
+    loads = read_run(tmp_path)
+    outcome = Arrivals(loads, "expert").at(FACTOR)
+    assert again == also and 0 < sum(again) < 12
+    assert (outcome.overflowed.tolist() == again) == all_write == (not loads.notes)
 
 
 def test_buckets_keep_dtypes_apart_and_a_bound() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
 from staticmoe.errors import ConfigError
+from staticmoe.observe.ranks import rank_folder
 from staticmoe.observe.results import LayerLoad
 from staticmoe.tune import Arrivals, Layer, LoadRecorder, calibrate, read_run
 
@@ -186,6 +187,44 @@ def test_a_recording_under_a_capacity_has_a_note(
 ) -> None:
     notes = read_run(write_run(tmp_path / "run", [line_of(1, [8, 8])], config=config)).notes
     assert notes == () if words is None else len(notes) == 1 and words in notes[0]
+
+
+def two_ranks(write_run: WriteRun, folder: Path, rows: list[list[list[int]]], **meta: Any) -> Path:
+    """A run whose ranks have these rows by step; step 2 of the last rank is not written yet."""
+    for rank, of_rank in enumerate(rows):
+        lines = [line_of(step, row) for step, row in enumerate(of_rank)]
+        write_run(rank_folder(folder, rank), lines, ranks=len(rows), **meta)
+    return folder
+
+
+def test_the_loads_of_all_ranks_are_read_and_a_step_overflows_where_one_rank_does(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    """Rank 0 alone is even: by its files nothing would ever overflow."""
+    rows = [[[8, 8], [9, 7], [8, 8], [8, 8]], [[8, 8], [16, 0], [12, 4]]]
+    loads = read_run(two_ranks(write_run, tmp_path / "run", rows))
+    assert (loads.replicas, loads.notes) == (2, ())
+    assert loads.routed["a"].tolist() == [[8, 8], [8, 8], [9, 7], [16, 0], [8, 8], [12, 4]]
+    arrivals = Arrivals(loads, "expert")
+    assert arrivals.required().tolist() == [1.0, 2.0, 1.5]
+    outcome = arrivals.at(1.25)
+    assert outcome.lost.tolist() == [0, 6, 2] and outcome.overflowed.tolist() == [False, True, True]
+    # Two ranks that share the experts: C = 20 of both together.
+    shared = Arrivals(loads, "expert", 2)
+    assert shared.at(1.25).lost.tolist() == [0, 5, 0] and shared.steps == 3
+    # Four of them: two recorded steps make one.
+    assert loads.rows_per_step(4) == 4 and loads.rows_per_step(3) == 6
+
+
+def test_ranks_that_wrote_nothing_have_a_note(write_run: WriteRun, tmp_path: Path) -> None:
+    rows = [[[8, 8], [9, 7]], [[8, 8], [9, 7]], [[8, 8], [9, 7]]]
+    run = two_ranks(write_run, tmp_path / "run", rows)
+    (rank_folder(run, 1) / "layers" / "experts.jsonl").unlink()
+    (note,) = read_run(run).notes
+    assert "ranks 1 have no layers/experts.jsonl here" in note and read_run(run).replicas == 2
+    alone = write_run(tmp_path / "alone", [line_of(1, [8, 8])], ranks=1, processes=8)
+    (note,) = read_run(alone).notes
+    assert "recorded by 1 of 8 ranks" in note and "rank_files=True" in note
 
 
 def test_a_run_that_cannot_be_used_says_why(write_run: WriteRun, tmp_path: Path) -> None:
