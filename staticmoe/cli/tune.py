@@ -137,7 +137,7 @@ def _findings(
     if not findings:
         raise ConfigError(f"--ep: expected a number of ranks that the recording can stand for; {'; '.join(refusals)}")
     if any(number > 1 for number in ranks):
-        say(console, ["", *wrapped("note: this version trains on one GPU; EP above 1 is a forecast for later")])
+        say(console, ["", *wrapped("note: this version has no expert parallelism: EP above 1 is a forecast for later")])
     return findings
 
 

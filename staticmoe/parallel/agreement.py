@@ -45,14 +45,14 @@ class Agreement:
                 )
         self._place = _places[group]
 
-    def compare(self, purpose: str, facts: Mapping[str, str]) -> list[dict[str, str]]:
-        """Exchange `facts` and return those of every rank, in rank order.
+    def compare(self, purpose: str, facts: Mapping[str, str]) -> None:
+        """Exchange `facts`, and go on where they and the purpose are the same on every rank.
 
         Raises:
             ReplicaError: on every rank, where two ranks differ in a fact, or one of them came with an error; on the
                 ranks that came, where one did not.
         """
-        found = self.exchange(purpose, ("", dict(facts)))
+        found = self.exchange(purpose, ("", {"call": purpose, **facts}))
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
         if failed:
             raise ReplicaError(f"{purpose}: expected every rank to come this far, got an error on {'; '.join(failed)}")
@@ -65,7 +65,6 @@ class Agreement:
                     f"{purpose}: expected the same {name} on every rank, got {values[0]} on rank 0 and {values[other]} "
                     f"on rank {other}; give every rank of the process group the same"
                 )
-        return gathered
 
     @contextlib.contextmanager
     def sharing_failures(self, purpose: str) -> Iterator[None]:

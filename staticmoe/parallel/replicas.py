@@ -39,7 +39,7 @@ class Replicas:
         group: of more than one rank, this one among them.
 
     Attributes:
-        size, rank: W, and which of them this is.
+        size: W.
         agreement: where the hosts meet.
     """
 
@@ -47,7 +47,7 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         self.agreement = Agreement(group)
 
     @classmethod

@@ -61,7 +61,9 @@ class StaticMoERunner:
             what one rank does with W·N. Then the constructor and every method but `scalars`, `profile`, `subscribe`
             and `telemetry` is a call of all ranks, as is what recaptures: each must make it, in the same order. Losses
             and metrics are joint; counts in `result.moe` and files are a rank's own. A rank may read a result that
-            others do not read; it may have to wait for them, so call `synchronize` before a barrier. None: one rank.
+            others do not read, or save; it may have to wait for them, so call `synchronize` on all of them before a
+            barrier or a collective of your own. A rank that is missing is an error after the group's timeout. Close
+            the runner before `destroy_process_group`, where NCCL waits for graphs that use it. None: one rank.
 
     Raises:
         ReplicaError: ranks were given, or hold, something different; on all of them.

@@ -120,6 +120,13 @@ def changes(runner: StaticMoERunner) -> None:
     float(runner.step(BATCH).loss)
 
 
+def builds(runner: StaticMoERunner) -> None:
+    """Rank 1 captures again where rank 0 evaluates: each finds the other, at something else."""
+    if dist.get_rank() == 1:
+        runner.recapture()
+    evaluates(runner)
+
+
 def strays(what: str) -> str:
     runner = build()
     for _ in range(2):
@@ -143,6 +150,11 @@ STEP, MEETING = f"in a replay: {EVERY}", f"{EVERY} within"
         ("leaves", STEP, ""),
         ("evaluates", f"evaluate: {MEETING}", STEP),
         ("changes", MEETING, STEP),
+        (
+            "builds",
+            "the same call on every rank, got evaluate on rank 0",
+            "the memory of the training graphs on rank 1",
+        ),
     ],
 )
 def test_a_rank_that_does_something_alone_is_told_so(
