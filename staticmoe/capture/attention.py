@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staticmoe.capture.dynamo import WRAPPED, WRAPPER
+from staticmoe.capture.dynamo import compiled_callers
 from staticmoe.capture.findings import Finding, is_allowed
 from staticmoe.capture.source import locate
 
@@ -27,6 +27,7 @@ _MEND = (
     "scaled_dot_product_attention"
 )
 _OPERATORS = "torch._higher_order_ops.flex_attention"
+_DENSE = "sdpa_dense"
 _UNCOMPILED = "_flex_attention_hop_wrapper"
 # Position of the tensors that the score function reads, in the arguments of the backward.
 _BUFFERS = 12
@@ -70,28 +71,30 @@ def guarded(modules: Mapping[int, str], found: Callable[[Finding], None]) -> Ite
     """
     guard = _Guard(modules, found)
     before = getattr(_guarding, "guard", None)
-    _install()
+    with _installing:
+        _guards.append(guard)
+        _exchange(lambda kernel: _asking(kernel) if getattr(kernel, "__name__", "").startswith(_DENSE) else kernel)
     _guarding.guard = guard
-    _guards.append(guard)
     try:
         yield
     finally:
-        _guards.remove(guard)
         _guarding.guard = before
+        with _installing:
+            _guards.remove(guard)
+            if not _guards:
+                _exchange(lambda kernel: getattr(kernel, "dense", kernel))
 
 
-def _install() -> None:
-    """Have torch's dense kernels ask first. They are looked up at each call, or were kept from the first."""
+def _exchange(exchanged: Callable[[Any], Any]) -> None:
+    """Exchange the kernels of flex attention in torch's tables: looked up at each call, or kept from the first.
+
+    Where nobody has imported it there are none; who does so in the iteration is seen from the next on.
+    """
     operators = sys.modules.get(_OPERATORS)
-    if operators is None:
-        # Nobody has imported flex attention; who does so in the iteration is seen from the next on.
-        return
-    with _installing:
-        for operator in (operators.flex_attention, operators.flex_attention_backward):
-            for table in (operator.py_kernels, operator._dispatch_cache):
-                for key, kernel in list(table.items()):
-                    if getattr(kernel, "__name__", "").startswith("sdpa_dense"):
-                        table[key] = _asking(kernel)
+    for operator in (operators.flex_attention, operators.flex_attention_backward) if operators is not None else ():
+        for table in (operator.py_kernels, operator._dispatch_cache):
+            for key, kernel in list(table.items()):
+                table[key] = exchanged(kernel)
 
 
 def _asking(dense: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,6 +107,7 @@ def _asking(dense: Callable[..., Any]) -> Callable[..., Any]:
             guard.ask(query, key)
         return dense(query, key, *others, **options)
 
+    asked.dense = dense  # type: ignore[attr-defined]
     return asked
 
 
@@ -126,10 +130,5 @@ def stand_in(operation: Any, args: tuple[Any, ...]) -> Any:
 
 def will_be_compiled() -> bool:
     """Whether the running call comes from a function that the user compiled, and runs as written for now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == WRAPPER:
-            # torch's own way to run it without a compiler is compiled as well, by name.
-            return getattr(frame.f_locals[WRAPPED], "__name__", "") != _UNCOMPILED
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    # torch's own way to run it without a compiler is compiled as well, by name.
+    return any(getattr(function, "__name__", "") != _UNCOMPILED for function in compiled_callers())

@@ -20,15 +20,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from staticmoe.capture.seeding import ONE_AT_A_TIME
 from staticmoe.capture.source import _TORCH, Source, locate
 from staticmoe.errors import CompileError
 
 # torch's function around a compiled one, and its variable for that one.
-WRAPPER, WRAPPED = "compile_wrapper", "fn"
+_WRAPPER, _WRAPPED = "compile_wrapper", "fn"
 # The reason of a recompilation: "0/3: guard  # line  # file:12 in forward".
 _REASON = re.compile(r"^\d+/\d+: (.*?)\s+# .*?:(\d+) in ", re.DOTALL)
 
 _installing = threading.Lock()
+# How many are looking on now, in all threads.
+_asked_for = 0
 _here = threading.local()
 
 
@@ -45,6 +48,21 @@ def most_entries() -> int:
 def is_compiled(module: object) -> bool:
     """Whether torch.compile wrapped `module`, or its compile() was called."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled_call(frame: FrameType) -> bool:
+    """Whether `frame` is that of torch's function around a compiled one."""
+    return frame.f_code.co_name == _WRAPPER and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def compiled_callers() -> list[Any]:
+    """The compiled functions whose calls are running in this thread, innermost first."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if is_compiled_call(frame):
+            found.append(frame.f_locals[_WRAPPED])
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def last_move(code: CodeType) -> tuple[str, int]:
@@ -85,14 +103,14 @@ class Compiled:
         )
 
     @property
-    def entries(self) -> int:
-        """Compiled forms of the outermost function that has any."""
-        return next((found for found in map(entries_of, self.codes) if found), 0)
-
-    @property
     def code(self) -> CodeType | None:
         """The outermost code object with a compiled form."""
         return next((code for code in self.codes if entries_of(code)), None)
+
+    @property
+    def entries(self) -> int:
+        """Compiled forms of that."""
+        return entries_of(self.code) if self.code is not None else 0
 
 
 class CompiledCalls:
@@ -111,8 +129,7 @@ class CompiledCalls:
 
     def add(self, function: Any) -> None:
         """Enter a call that is being made."""
-        one = Compiled.of(function, self._modules)
-        self.orders.setdefault(one, [])
+        self.orders.setdefault(Compiled.of(function, self._modules), [])
 
     def note(self) -> None:
         """Enter the numbers of forms after an iteration that ran compiled."""
@@ -122,13 +139,15 @@ class CompiledCalls:
     @contextlib.contextmanager
     def on_trial(self) -> Iterator[None]:
         """Within: compiled code is made, without code for the device; afterwards what was not compiled is not."""
-        fresh = [code for one in self.orders for code in one.codes if not entries_of(code)]
-        try:
-            with torch.compiler.set_stance("default", force_backend="eager"):
-                yield
-        finally:
-            for code in fresh:
-                torch._dynamo.eval_frame.reset_code(code)
+        # A stance holds for all threads, and two that set one in turn leave it set.
+        with ONE_AT_A_TIME:
+            fresh = [code for one in self.orders for code in one.codes if not entries_of(code)]
+            try:
+                with torch.compiler.set_stance("default", force_backend="eager"):
+                    yield
+            finally:
+                for code in fresh:
+                    torch._dynamo.eval_frame.reset_code(code)
 
 
 class Observer(TorchDispatchMode):
@@ -142,39 +161,55 @@ class Observer(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __enter__(self) -> Any:
-        _install()
+        _begin()
         return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _end()
 
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
     """Within: compiled functions run as they were written, in this thread."""
-    _install()
+    _begin()
     _here.depth = getattr(_here, "depth", 0) + 1
     try:
         yield
     finally:
         _here.depth -= 1
+        _end()
 
 
-def _install() -> None:
-    """Have torch ask here, at each call of a compiled function, what is to become of it.
+def _begin() -> None:
+    """Have torch ask here, at each call of a compiled function, what is to become of it; until as many have ended.
 
-    Not `torch.compiler.set_stance`: that holds for all threads, and two that set it in turn leave it set.
+    Not `torch.compiler.set_stance`: that would speak for all threads.
     """
-    if "torch._dynamo" not in sys.modules:
-        # Then nothing is compiled.
-        return
-    frames = torch._dynamo.eval_frame
+    global _asked_for
     with _installing:
-        original = getattr(frames, "_callback_from_stance", None)
-        if original is None:
-            raise CompileError(
-                f"torch {torch.__version__}: expected _callback_from_stance in torch._dynamo, got none; compiled "
-                "functions cannot be looked at with this version: use one that is tested"
-            )
-        if not hasattr(original, "asks_staticmoe"):
-            frames._callback_from_stance = _asking(original)  # type: ignore[assignment]
+        # Not imported, nothing is compiled.
+        if "torch._dynamo" in sys.modules:
+            frames = torch._dynamo.eval_frame
+            original = getattr(frames, "_callback_from_stance", None)
+            if original is None:
+                raise CompileError(
+                    f"torch {torch.__version__}: expected _callback_from_stance in torch._dynamo, got none; compiled "
+                    "functions cannot be looked at with this version: use one that is tested"
+                )
+            if not hasattr(original, "original"):
+                frames._callback_from_stance = _asking(original)  # type: ignore[assignment]
+        _asked_for += 1
+
+
+def _end() -> None:
+    global _asked_for
+    with _installing:
+        _asked_for -= 1
+        frames = sys.modules.get("torch._dynamo.eval_frame")
+        original = getattr(getattr(frames, "_callback_from_stance", None), "original", None)
+        if not _asked_for and original is not None:
+            frames._callback_from_stance = original  # type: ignore[union-attr]
 
 
 def _asking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -185,16 +220,16 @@ def _asking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Observer)]
         if not modes and not getattr(_here, "depth", 0):
             return original(given)
-        wrapper: FrameType = sys._getframe(1)
-        calls = modes[-1].calls if modes else None
-        if calls is not None and wrapper.f_code.co_name == WRAPPER:
-            calls.add(wrapper.f_locals[WRAPPED])
+        calls, wrapper = modes[-1].calls if modes else None, sys._getframe(1)
+        # What a compiled function calls in turn becomes a part of it.
+        if calls is not None and is_compiled_call(wrapper) and len(compiled_callers()) == 1:
+            calls.add(wrapper.f_locals[_WRAPPED])
         if count_frames is not None:
             # What should compile whole is not counted for it, and not refused for having compiled nothing.
             count_frames(-1)
         return None
 
-    callback.asks_staticmoe = True  # type: ignore[attr-defined]
+    callback.original = original  # type: ignore[attr-defined]
     return callback
 
 

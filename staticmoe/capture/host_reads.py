@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from staticmoe.capture.host_made import HostMade
 from staticmoe.capture.rules import MEND_READ, Refusal
+from staticmoe.capture.seeding import ONE_AT_A_TIME
 from staticmoe.capture.source import is_users_call
 
 # As the name of a getter, which is what a mode sees of a read attribute.
@@ -109,6 +110,16 @@ def random_state_hooks(
     Activation checkpointing saves and restores that state around its recomputation; torch dispatches
     neither, so a recording of operations alone would give the recomputation other random numbers.
     """
+    # Two that put their functions into torch at once would leave one's there.
+    with ONE_AT_A_TIME:
+        yield from _hooked(get_state, set_state, seed)
+
+
+def _hooked(
+    get_state: Callable[[Callable[[], Tensor]], Tensor],
+    set_state: Callable[[Callable[[Tensor], None], Tensor], None],
+    seed: Callable[[object], torch.Generator],
+) -> Iterator[None]:
     original_get, original_set, original_seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
     watched = threading.get_ident()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.capture import Provenance, Recorder
 from staticmoe.capture.attention import guarded, score_bytes
 from staticmoe.capture.dynamo import entries_of
 from staticmoe.capture.findings import Finding
@@ -20,6 +23,8 @@ from staticmoe.errors import AuditError
 
 B, H, S, D = 2, 4, 128, 16
 BYTES = B * H * S * S * 4
+HIGHER = sys.modules["torch._higher_order_ops.flex_attention"]
+OPERATORS = HIGHER.flex_attention, HIGHER.flex_attention_backward
 
 
 class Refused(Exception):
@@ -37,8 +42,8 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def qkv(device: torch.device | str = "cpu") -> list[Tensor]:
-    return [torch.randn(B, H, S, D, device=device) for _ in range(3)]
+def qkv(tokens: int = S) -> list[Tensor]:
+    return [torch.randn(B, H, tokens, D) for _ in range(3)]
 
 
 def in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,13 +88,108 @@ def test_dense_is_refused_with_its_bytes(how: str, mode: Any) -> None:
     assert score_bytes(*qkv()[:2]) == BYTES
 
 
+def kernel_without_scores(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Stands for a compiler's kernel, which holds no scores."""
+    return lambda *args: (torch.zeros_like(next(arg for arg in args if isinstance(arg, Tensor))),)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", ["here", "another thread", "recomputed"])
+def test_compiled_it_is_let_through_and_at_the_limit_refused(how: str, mode: Any) -> None:
+    """Warmed up at a shorter shape with gradients; then the compiler either makes another form, or has given up."""
+    attend = torch.compile(flex_attention, backend=kernel_without_scores, dynamic=False)
+
+    def limited(limit: int) -> Callable[..., Any]:
+        # In the calling thread: the compiler's options are each thread's own.
+        return torch._dynamo.config.patch(recompile_limit=limit)(lambda *args: attend(*args))
+
+    ways: dict[str, Callable[..., Any]] = {
+        "here": lambda attend: attend,
+        "another thread": in_thread,
+        "recomputed": lambda attend: lambda *args: checkpoint(attend, *args, use_reentrant=False),
+    }
+    with guarded({}, refuse):
+        attend(*qkv(S // 2))
+    with mode(), guarded({}, refuse):
+        ways[how](limited(8))(*qkv())
+        assert entries_of(flex_attention.__code__) == 2
+        with pytest.raises(Refused, match=f"would allocate {4 * BYTES} bytes"):
+            ways[how](limited(2))(*qkv(2 * S))
+
+
+def test_the_backward_is_asked_as_well() -> None:
+    """On a CPU it has no way there, so its kernel is called."""
+    with guarded({}, refuse):
+        for operator in OPERATORS:
+            kernel = operator.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+            with pytest.raises(Refused, match=f"would allocate {BYTES} bytes"):
+                kernel(*qkv())
+
+
+def test_bytes_are_those_of_the_scores() -> None:
+    """In fp32 at least; queries and keys may be of different numbers."""
+    query, key = torch.empty(2, 3, 5, 8), torch.empty(2, 3, 7, 8)
+    for dtype, size in ((torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)):
+        assert score_bytes(query.to(dtype), key.to(dtype)) == 2 * 3 * 5 * 7 * size
+
+
+def test_a_line_may_allow_it() -> None:
+    args = qkv()
+    with torch.no_grad(), guarded({}, refuse):
+        flex_attention(*args)  # staticmoe: allow SM606
+
+
 def test_outside_of_an_iteration_it_is_left_alone() -> None:
+    """Of two guards, one within the other, each speaks for its own span; then torch's tables are as before."""
+    heard: list[str] = []
+
+    def tables() -> list[Any]:
+        return [dict(table) for operator in OPERATORS for table in (operator.py_kernels, operator._dispatch_cache)]
+
     with torch.no_grad():
         args = qkv()
         expected = nn.functional.scaled_dot_product_attention(*args)
-        with guarded({}, refuse):
-            pass
+        flex_attention(*args)
+        before = tables()
+        assert not any(hasattr(kernel, "dense") for table in before for kernel in table.values())
+        with guarded({}, lambda finding: heard.append("outer")):
+            with guarded({}, lambda finding: heard.append("inner")):
+                flex_attention(*args)
+            flex_attention(*args)
+        assert heard == ["inner", "outer"] and tables() == before
         torch.testing.assert_close(flex_attention(*args), expected)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_threads_of_a_backward_belong_to_the_iteration(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's, which know nothing of the thread that began it; other threads are nobody's."""
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0 if in_backward else -1)
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                flex_attention(*qkv())
+        except Refused as error:
+            raised.append(error)
+
+    with guarded({}, refuse):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(raised) == in_backward
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_eye_sees_what_will_be_compiled_without_its_scores(compiled: bool) -> None:
+    """Observed, a compiled function runs as written, with zeros in its place; an uncompiled one is refused."""
+    attend = torch.compile(flex_attention, backend="eager") if compiled else flex_attention
+    args = qkv()
+    provenance = Provenance({str(number): one for number, one in enumerate(args)}, {})
+    refused = contextlib.nullcontext() if compiled else pytest.raises(Refused)
+    with torch.no_grad(), guarded({}, refuse), provenance.open(), refused, Recorder(provenance, {}).watch():
+        y = attend(*args)
+    assert not compiled or torch.equal(y, torch.zeros(B, H, S, D))
 
 
 class Attending(nn.Module):
