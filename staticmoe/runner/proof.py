@@ -82,7 +82,9 @@ class Proof:
             self._regions.prove()
         audit = self._config.audit
         for finding in verdicts(self.calls) if audit != "off" else ():
-            if self._findings.add(finding) and audit == "warn":
+            # What a region holds is a part of it, and proven with it.
+            within = self._regions is not None and self._regions.hold_compiled(finding.source.module)
+            if not within and self._findings.add(finding) and audit == "warn":
                 log.warning("%s", finding)
         if audit == "error" and self._findings.errors:
             raise audit_error(self._findings.items)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,8 +33,6 @@ _MOST_ENTRIES = 6
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo")
 # Modules that only hold others have no forward of their own.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
-# The compiler keeps global books: two threads that fill them corrupt each other's.
-_compiling = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -46,10 +43,9 @@ class Region:
         name: its path in the model.
         eager: its own forward.
         function: what is compiled, a function with a code object of its own.
-        compiled: that, compiled; the module's own forward where it stays uncompiled.
+        compiled: that, compiled; the module's own forward where it does not compile whole.
+        calls: whether gradients are on -> what is called then, once it has been: each is compiled apart.
         known: how many compiled forms there were when a graph was last built.
-        modes: whether gradients were on, of the calls so far: each is compiled apart.
-        seconds: what its first calls took.
     """
 
     name: str
@@ -57,14 +53,18 @@ class Region:
     eager: Callable[..., Any]
     function: FunctionType
     compiled: Callable[..., Any]
+    calls: dict[bool, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     known: int = 0
-    modes: set[bool] = dataclasses.field(default_factory=set)
-    seconds: float = 0.0
 
     @property
     def entries(self) -> int:
         """How many compiled forms of it there are."""
         return entries_of(self.function.__code__)
+
+    @property
+    def is_called_compiled(self) -> bool:
+        """Whether it is in one of the modes at least."""
+        return self.compiled is not self.eager and self.compiled in self.calls.values()
 
 
 def dense_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -96,6 +96,9 @@ def dense_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 class Regions:
     """The regions of one model.
+
+    The compiler's books are global, and two threads that fill them corrupt each other's: iterations, in which alone
+    anything is compiled, take turns (`staticmoe.capture.seeding`).
 
     Args:
         model: the user's; its forwards are replaced while an iteration runs, and at no other time.
@@ -148,41 +151,38 @@ class Regions:
             # A region that another one is given, as a module among its arguments, becomes a part of that one.
             if torch.compiler.is_compiling() or runs_uncompiled():
                 return one.eager(*args, **kwargs)
-            if torch.is_grad_enabled() in one.modes:
-                return one.compiled(*args, **kwargs)
-            return self._first_call(one, args, kwargs)
+            call = one.calls.get(torch.is_grad_enabled())
+            return call(*args, **kwargs) if call is not None else self._first_call(one, args, kwargs)
 
         return forward
 
     def _first_call(self, one: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compile, by calling it.
+        """Compile for the grad mode that is on, by calling it, unless that has taken too long already.
 
         Raises:
             CompileError: it cannot be compiled whole, and is not to stay as it is.
         """
+        mode, start = torch.is_grad_enabled(), time.perf_counter()
         if self._spent > self._limit_s and one.compiled is not one.eager:
-            log.warning("region %s stays uncompiled: compiling has taken %.0f s", one.name, self._spent)
-            one.compiled = one.eager
-        start = time.perf_counter()
-        with _compiling:
-            try:
-                result = one.compiled(*args, **kwargs)
-            except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
-                if isinstance(error, AssertionError) and not _is_dynamos(error):
-                    raise
-                reason = str(error).strip().splitlines()[0]
-                self._refuse(one, f"{reason} ({type(error).__name__})", error)
-                result = one.eager(*args, **kwargs)
+            words = "" if mode else " where gradients are off"
+            log.warning("region %s stays uncompiled%s: compiling has taken %.0f s", one.name, words, self._spent)
+            one.calls[mode] = one.eager
+            return one.eager(*args, **kwargs)
+        try:
+            result = one.compiled(*args, **kwargs)
+        except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
+            if isinstance(error, AssertionError) and not _is_dynamos(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            self._refuse(one, f"{reason} ({type(error).__name__})", error)
+            result = one.eager(*args, **kwargs)
+        one.calls[mode] = one.compiled
         seconds = time.perf_counter() - start
-        one.modes.add(torch.is_grad_enabled())
-        one.seconds += seconds
         self._spent += seconds
-        log.info("%s: compiled in %.1f s; %d of %d", one.name, seconds, self._reached, len(self.regions))
+        if one.compiled is not one.eager:
+            reached = sum(bool(region.calls) for region in self.regions)
+            log.info("region %s: compiled in %.1f s; %d of %d", one.name, seconds, reached, len(self.regions))
         return result
-
-    @property
-    def _reached(self) -> int:
-        return sum(bool(one.modes) for one in self.regions)
 
     def settle(self) -> None:
         """Take the compiled forms that there are as those of the graphs."""
@@ -205,7 +205,7 @@ class Regions:
             CompileError: there is one, and it is not to stay as it is.
         """
         for one in self.regions:
-            if not one.modes or one.compiled is one.eager:
+            if not one.is_called_compiled:
                 continue
             entries = one.entries
             if not entries:
@@ -218,6 +218,10 @@ class Regions:
                     entries,
                     torch._dynamo.config.recompile_limit,
                 )
+
+    def hold_compiled(self, path: str) -> bool:
+        """Whether the module at `path` is, or lies in, a region that is called compiled."""
+        return any(f"{path}.".startswith(f"{one.name}.") for one in self.regions if one.is_called_compiled)
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
         """Within: an iteration runs as it was written; loops that compiling would unroll are warned of."""
@@ -232,6 +236,7 @@ class Regions:
             ) from error
         log.warning("%s; it stays uncompiled (compile_fallback)", words)
         one.compiled = one.eager
+        one.calls = dict.fromkeys(one.calls, one.eager)
 
 
 def _is_dynamos(error: BaseException) -> bool:

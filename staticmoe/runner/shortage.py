@@ -47,9 +47,7 @@ class Ledger:
 
 
 def allocation_lines(largest: tuple[Allocation, ...]) -> list[str]:
-    """In words, a line each, behind a heading; nothing where there are none."""
-    if not largest:
-        return []
+    """In words, a line each, behind a heading."""
     tensors = [f"{one.tensors} tensor{'s' * (one.tensors != 1)}" for one in largest]
     each = [f"  {in_words(one.bytes)} in {count} at {one.place}" for one, count in zip(largest, tensors, strict=True)]
     return ["largest at the peak of an iteration:", *each]

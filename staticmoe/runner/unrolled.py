@@ -32,7 +32,7 @@ def counted(regions: Mapping[str, nn.Module]) -> Iterator[None]:
     most: dict[tuple[str, Source, type], int] = {}
     hooks = []
     for name, region in regions.items():
-        parts = [part for holder in region.modules() if isinstance(holder, _LISTS) for part in holder.children()]
+        parts = {part for holder in region.modules() if isinstance(holder, _LISTS) for part in holder.children()}
         paths = ((f"{name}.{path}".rstrip("."), module) for path, module in region.named_modules())
         # Without the parts, so that the module of the loop is found, not that of a body.
         modules = {id(module): path for path, module in paths if module not in parts}

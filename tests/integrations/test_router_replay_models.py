@@ -228,7 +228,7 @@ def test_routers_run_uncompiled_where_they_replay(build: Callable[..., Any], mon
             trained = [float(runner.step(batch).loss) for batch in given]
             if found is not None:
                 gates = [one for one in found.regions if one.name.endswith("gate")]
-                assert len(gates) == 2 and not any(one.modes for one in gates)
+                assert len(gates) == 2 and not any(one.calls for one in gates)
                 assert all(one.entries for one in found.regions if one not in gates)
             losses.append([*trained, float(runner.evaluate(given[0]).loss)])
             if found is not None:

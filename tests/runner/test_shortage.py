@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from staticmoe import MemoryLimitError, RunnerConfig, StaticMoE, StaticMoERunner
 from staticmoe.capture.source import Source
+from staticmoe.runner.rehearsal import rehearsal
 from staticmoe.runner.shortage import Ledger
 
 ROWS, WIDE = 64, 4096
@@ -54,9 +56,11 @@ class Full(TorchDispatchMode):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def wrap(model: nn.Module, full: bool = False, **options: Any) -> StaticMoERunner:
+def wrap(model: nn.Module, full: bool = False, made: list[Any] | None = None, **options: Any) -> StaticMoERunner:
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         loss = model(batch["x"])
+        if made is not None:
+            made.append(weakref.ref(loss))
         with Full() if full else contextlib.nullcontext():
             return 2 * loss
 
@@ -78,9 +82,10 @@ EXPECTED = [(4 * MIB, 4, "# <- 4", "wide"), (2 * MIB, 2, "# <- 2", "wide"), (MIB
 @pytest.mark.parametrize("capture", ["emulate", "off"])
 def test_out_of_memory_names_the_largest_lines(capture: str) -> None:
     """In a warm-up; afterwards the model can be wrapped anew."""
-    model = Model()
+    model, made = Model(), list[Any]()
     with pytest.raises(MemoryLimitError, match="expected an iteration that fits on cpu, got out of memory") as caught:
-        wrap(model, full=True, capture=capture)
+        wrap(model, full=True, made=made, capture=capture)
+    assert made and all(loss() is None for loss in made), "the error keeps what the iteration had"
     text = str(caught.value)
     assert "Tried to allocate 2.00 GiB" in text and "lower capacity_factor" in text
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -99,6 +104,15 @@ def test_what_cannot_be_rehearsed_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("staticmoe.runner.forecast.Foresight.of", lambda self, shape: None)
     with pytest.raises(MemoryLimitError, match="Tried to allocate.*There is no forecast"):
         wrap(Model(), full=True, capture="off")
+
+
+def test_a_count_knows_nothing_of_what_was_there_before() -> None:
+    with rehearsal(torch.device("cpu"), (), (), (), {}) as tally:
+        before = torch.ones(1000)
+        tally.begin()
+        after = torch.ones(128)
+        assert [one.bytes for one in tally.ledger.largest()] == [512]
+        del before, after
 
 
 def test_the_peak_is_looked_at_and_not_the_end() -> None:
