@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 import linecache
 from typing import Any
 
@@ -38,7 +37,6 @@ class Looking:
     def at(self, loss_fn: LossFn) -> LossFn:
         """The same function, whose results are looked at."""
 
-        @functools.wraps(loss_fn)
         def looked_at(model: nn.Module, batch: Any) -> Any:
             returned = loss_fn(model, batch)
             self._look(loss_fn, batch, returned)
@@ -54,7 +52,7 @@ class Looking:
                 continue
             key = storage_key(value)
             owner = "the batch" if key in inputs else self._owned.get(key)
-            if owner is not None and not any(finding.why.startswith(f"{name} ") for finding in self.findings):
+            if owner is not None:
                 self.findings.append(
                     Finding("SM304", f"{name} is memory of {owner}", _MEND, _last_line(loss_fn), severity="note")
                 )

@@ -8,7 +8,6 @@ view that comes back is then of other memory.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -19,17 +18,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from staticmoe.audit.arguments import Arguments
+from staticmoe.capture.dynamo import is_compiled_call
 from staticmoe.capture.findings import Finding
 from staticmoe.capture.provenance import storage_key
-from staticmoe.capture.source import Source, is_users_file
+from staticmoe.capture.source import locate
 
 _ALIGNMENT = 16
-_WRAPPER, _FILE = "compile_wrapper", "eval_frame.py"
 _MEND = "hand it in contiguous: ids[:, :, layer].contiguous(), or keep layers apart from the start: [L, B, S, K]"
 UNWATCHED = "arguments of compiled functions: another profile function is at work"
 
 
-class CompiledCalls:
+class ReturnedViews:
     """Finds SM607.
 
     Args:
@@ -56,12 +55,11 @@ class CompiledCalls:
             sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "return" and code.co_name == _WRAPPER and code.co_filename.endswith(_FILE):
+        if event == "return" and is_compiled_call(frame):
             taken = (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}))
-            self._look(frame, _tensors(taken), _tensors(argument))
+            self._look(_tensors(taken), _tensors(argument))
 
-    def _look(self, frame: FrameType, taken: list[Tensor], returned: list[Tensor]) -> None:
+    def _look(self, taken: list[Tensor], returned: list[Tensor]) -> None:
         keys = {storage_key(tensor) for tensor in returned}
         for tensor in taken:
             offset = tensor.storage_offset() * tensor.element_size()
@@ -71,20 +69,9 @@ class CompiledCalls:
                     f"begins {offset} bytes into its memory, and returns a view of it: compiled, that may be of other "
                     "memory"
                 )
-                self.findings.append(Finding("SM607", why, _MEND, self._caller(frame)))
-
-    def _caller(self, frame: FrameType) -> Source:
-        outer: FrameType | None = frame.f_back
-        file, line, module = "", 0, ""
-        while outer is not None and not (file and module):
-            name = outer.f_code.co_filename
-            if not file and is_users_file(name):
-                file, line = name, outer.f_lineno
-            module = module or self._modules.get(id(outer.f_locals.get("self")), "")
-            outer = outer.f_back
-        return Source(file=file, line=line, text=linecache.getline(file, line).strip(), module=module)
+                self.findings.append(Finding("SM607", why, _MEND, locate(self._modules)))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]

@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 from staticmoe.audit.aliases import Looking
 from staticmoe.audit.arguments import Arguments
-from staticmoe.audit.compiled_calls import UNWATCHED, CompiledCalls
+from staticmoe.audit.compiled_calls import UNWATCHED, ReturnedViews
 from staticmoe.audit.findings import Report
 from staticmoe.audit.rules import compiled, host_values, state
 from staticmoe.audit.rules.refused import finding_of
@@ -56,12 +56,12 @@ def audit(arguments: Mapping[str, Any] | Arguments, *, caller: FrameType | None 
     findings: list[Finding] = []
     if given.usable:
         findings += [finding for check in _CHECKS for finding in check(given)]
-    calls = CompiledCalls(given)
-    watching = calls.watch() if "torch._dynamo" in sys.modules else contextlib.nullcontext(True)
+    views = ReturnedViews(given)
+    watching = views.watch() if "torch._dynamo" in sys.modules else contextlib.nullcontext(True)
     with _left_as_it_is(given), watching as watched:
         given = compiled.taken_apart(given) if given.usable else given
         findings += _observe(given, not_looked_at, {finding.code for finding in findings})
-    findings += calls.findings
+    findings += views.findings
     if not watched:
         not_looked_at.append(UNWATCHED)
     outside = _outer_frames(caller)

@@ -32,6 +32,16 @@ class Mlp(nn.Module):
         return 2 * self.inner(x)
 
 
+class Broken(nn.Module):
+    """No compiler can hold any of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = 2 * x
+        return x
+
+
 class Calling(nn.Module):
     """Holds the part, and calls it."""
 
@@ -77,17 +87,37 @@ def test_modules_of_torch_stay_uncompiled_in_silence(built: Built) -> None:
     assert found(built(Calling(compiled(nn.Sequential(Mlp(), nn.GELU()))))) == []
 
 
+def test_what_a_compiled_function_calls_is_a_part_of_it(built: Built) -> None:
+    """Compiled by hand as well it has no form of its own; alone it is looked at."""
+    inner = compiled(nn.Sequential(nn.GELU()))
+    assert found(built(Calling(compiled(Calling(inner))))) == []
+    assert [code for code, *_ in found(built(Calling(inner)))] == ["SM603"]
+
+    class Nesting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                torch._dynamo.graph_break()
+                x = tripled(torch.compiler.disable(tripled)(x))
+            return x
+
+    # One finding, by the line of the outermost call.
+    tripled = torch.compile(lambda x: 3 * x, backend="eager")
+    assert found(built(Calling(compiled(Nesting())))) == [("SM603", "block.part", "return self.part(x)")]
+
+
 def test_a_compiler_that_is_switched_off_is_found(built: Built) -> None:
-    arguments = built(Calling(compiled(Mlp())))
-    with torch._dynamo.config.patch(disable=True):
-        [finding] = audit(arguments).findings
-    assert (finding.code, finding.source.module) == ("SM603", "block.part")
-    assert "TORCHDYNAMO_DISABLE" in finding.why
+    for option, word in (({"disable": True}, "TORCHDYNAMO_DISABLE"), ({"suppress_errors": True}, "suppress_errors")):
+        part = compiled(Mlp() if "disable" in option else Broken())
+        with torch._dynamo.config.patch(**option):
+            [finding] = audit(built(Calling(part))).findings
+        assert (finding.code, finding.source.module) == ("SM603", "block.part")
+        assert word in finding.why
 
 
 def test_a_function_at_the_limit_is_found(built: Built) -> None:
     """Other shapes have used its forms up: at the batch's it runs uncompiled."""
-    part = compiled(Mlp())
+    part = Mlp()
+    part.compile(backend="eager")
     with torch._dynamo.config.patch(recompile_limit=2):
         for rows in ((3, 1), (2, 2, 2)):
             part(torch.ones(*rows, 8))
@@ -107,9 +137,10 @@ def test_layers_of_the_step_are_not_compiled_by_hand(built: Built) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.moe(x) * x.sum().item()
 
-    for part in (compiled(Faulty()), torch.compile(Faulty())):
+    for part in (compiled(Faulty()), torch.compile(Faulty()), compiled(nn.Sequential(compiled(Faulty())))):
         arguments = built(Calling(part))
-        assert [one[:2] for one in found(arguments)] == [("SM601", "block.part"), ("SM101", "block.part")]
+        inner = "block.part.0" if isinstance(part, nn.Sequential) else "block.part"
+        assert [one[:2] for one in found(arguments)] == [("SM601", "block.part"), ("SM101", inner)]
         assert arguments["model"].block.part is part, "put back"
     assert getattr(compiled(Faulty()), "_compiled_call_impl", None) is not None
 

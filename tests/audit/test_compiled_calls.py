@@ -70,8 +70,16 @@ class Calling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in range(L):
-            x = x + sum(tensor.sum() for tensor in self.function(self.ids[:, :, layer]))
+            x = x + sum(tensor.sum() for tensor in self.call(self.ids[:, :, layer]))
         return x
+
+    def call(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return self.function(ids)
+
+
+class CallingByName(Calling):
+    def call(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return self.function(ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +100,28 @@ def test_views_of_misaligned_arguments_are_found_and_nothing_else(
     report = audit(given)
     assert [finding.code for finding in report.findings] == codes
     for finding in report.findings:
-        assert finding.source.module == "block" and "self.function(self.ids" in finding.source.text
+        assert (finding.source.module, finding.source.text) == ("block", "return self.function(ids)")
     # The same function uncompiled is nobody's business.
     assert audit(built(Calling(function, top_k))).findings == ()
+
+
+def test_arguments_by_name_are_looked_at_and_what_has_no_strides_is_not(built: Callable[..., dict[str, Any]]) -> None:
+    """Nor is a function of the user's that is called as torch's."""
+    report = audit(built(CallingByName(torch.compile(flattened, backend="eager"))))
+    assert [finding.code for finding in report.findings] == ["SM607"]
+
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + doubled(x.to_sparse()).to_dense()
+
+    doubled = torch.compile(lambda x: x * 2, backend="eager")
+    assert {finding.code for finding in audit(built(Sparse())).findings} == {"SM502"}
+
+    def compile_wrapper(*args: Tensor) -> tuple[Tensor, ...]:
+        return whole(*args) and flattened(*args)
+
+    whole = torch.compile(lambda ids: (ids + 1,), backend="eager")
+    assert audit(built(Calling(compile_wrapper))).findings == ()
 
 
 def test_another_profile_function_is_left_alone_and_said(built: Callable[..., dict[str, Any]]) -> None:

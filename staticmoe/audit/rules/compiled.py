@@ -114,12 +114,14 @@ def taken_apart(given: Arguments) -> Arguments:
     """The same without what is refused, so that the rest is seen in the same pass; the model is to be put back."""
     while type(given.model).__name__ == "OptimizedModule":
         given = dataclasses.replace(given, model=given.model._orig_mod)
-    for path, module in list(_refused(given.model)):
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            module._compiled_call_impl = None
-        else:
-            parent, _, name = path.rpartition(".")
-            given.model.get_submodule(parent)._modules[name] = module._orig_mod
+    # One of a nest at a time.
+    while refused := list(_refused(given.model)):
+        for path, module in refused:
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                module._compiled_call_impl = None
+            else:
+                parent, _, name = path.rpartition(".")
+                given.model.get_submodule(parent)._modules[name] = module._orig_mod
     functions: dict[str, Any] = {}
     for what in ("loss_fn", "eval_fn", "token_mask"):
         original = _original(getattr(given, what))
@@ -133,7 +135,7 @@ def _refused(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(not outer or path.startswith(f"{outer}.") for outer in found) or not is_compiled(module):
             continue
-        if not path or any(participant_of(part) is not None for part in module.modules()):
+        if any(participant_of(part) is not None for part in module.modules()):
             found.append(path)
             yield path, module
 
