@@ -48,8 +48,6 @@ def test_a_host_read_is_one_error_that_names_it_and_a_good_model_captures_after(
     place of `bincount`, `repeat_interleave(output_size=n)`, `one_hot(num_classes=n)`.
     """
     read, names = READS[name]
-    if captured_way.capture == "cuda" and name == "numpy":
-        pytest.skip("numpy() of a CUDA tensor is refused by torch itself")
     model = probe(captured_way)
 
     def loss_fn(model, batch):
