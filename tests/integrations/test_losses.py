@@ -46,6 +46,8 @@ def balanced(build: Callable[..., Any]) -> Callable[..., Any]:
         options = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **over}
         # PhiMoE routes with noise while it trains.
         model = build(name, implementation, router_jitter_noise=0.0, input_jitter_noise=0.0, **options).train()
+        if "router_logits" not in model._can_record_outputs:
+            pytest.skip(f"{type(model).__name__} of transformers {transformers.__version__} fails at its own loss")
         if implementation == huggingface.NAME:
             huggingface.prepare(model)
         return model

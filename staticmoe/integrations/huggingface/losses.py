@@ -20,9 +20,10 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     """Return the model's own loss, and its "aux_loss" apart: a `loss_fn` of `StaticMoERunner`.
 
     With `output_router_logits` in the model's config (or in the batch) Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS,
-    Granite-MoE and others add `router_aux_loss_coef` times their load-balancing loss. "aux_loss" is that loss before
-    its coefficient, one number over all layers, which is top_k when loads are even. Families without one (DeepSeek,
-    GLM4-MoE, dots1) ignore the setting, and no "aux_loss" is reported: see `prepare(balancing_bias_rate=...)`.
+    Granite-MoE (since transformers 5.18) and others add `router_aux_loss_coef` times their load-balancing loss.
+    "aux_loss" is that loss before its coefficient, one number over all layers, which is top_k when loads are even.
+    Families without one (DeepSeek, GLM4-MoE, dots1) ignore the setting, and no "aux_loss" is reported: see
+    `prepare(balancing_bias_rate=...)`.
 
     Args:
         model: a transformers model with a head that has a loss, wrapped by PEFT or not.
