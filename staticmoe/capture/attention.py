@@ -10,6 +10,7 @@ Letters: B batch, H heads of the queries, S tokens, D size of a head.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from staticmoe.capture.dynamo import compiled_callers
+from staticmoe.capture.dynamo import Observer, compiled_callers
 from staticmoe.capture.findings import Finding, is_allowed
 from staticmoe.capture.source import locate
 
@@ -28,7 +31,6 @@ _MEND = (
 )
 _OPERATORS = "torch._higher_order_ops.flex_attention"
 _DENSE = "sdpa_dense"
-_UNCOMPILED = "_flex_attention_hop_wrapper"
 # Position of the tensors that the score function reads, in the arguments of the backward.
 _BUFFERS = 12
 # Scores are computed in fp32 at least.
@@ -46,10 +48,15 @@ def score_bytes(query: Tensor, key: Tensor) -> int:
 
 
 class _Guard:
-    """What becomes of a call: `found` takes a finding, and raises if it is to be refused."""
+    """What becomes of a call: `found` takes a finding, and raises if it is to be refused.
+
+    Attributes:
+        stands_in: zeros take the place of the results, and nothing is found.
+    """
 
     def __init__(self, modules: Mapping[int, str], found: Callable[[Finding], None]) -> None:
         self._modules, self._found = modules, found
+        self.stands_in = False
 
     def ask(self, query: Tensor, key: Tensor) -> None:
         """Called before scores are allocated."""
@@ -73,7 +80,7 @@ def guarded(modules: Mapping[int, str], found: Callable[[Finding], None]) -> Ite
     before = getattr(_guarding, "guard", None)
     with _installing:
         _guards.append(guard)
-        _exchange(lambda kernel: _asking(kernel) if getattr(kernel, "__name__", "").startswith(_DENSE) else kernel)
+        _install()
     _guarding.guard = guard
     try:
         yield
@@ -82,33 +89,84 @@ def guarded(modules: Mapping[int, str], found: Callable[[Finding], None]) -> Ite
         with _installing:
             _guards.remove(guard)
             if not _guards:
-                _exchange(lambda kernel: getattr(kernel, "dense", kernel))
+                _uninstall()
 
 
-def _exchange(exchanged: Callable[[Any], Any]) -> None:
-    """Exchange the kernels of flex attention in torch's tables: looked up at each call, or kept from the first.
+@contextlib.contextmanager
+def stood_in() -> Iterator[None]:
+    """Within, what is guarded computes no scores: for code that is compiled on trial, by a backend without kernels."""
+    guard: _Guard | None = getattr(_guarding, "guard", None)
+    if guard is None:
+        yield
+        return
+    guard.stands_in = True
+    try:
+        yield
+    finally:
+        guard.stands_in = False
 
-    Where nobody has imported it there are none; who does so in the iteration is seen from the next on.
-    """
-    operators = sys.modules.get(_OPERATORS)
-    for operator in (operators.flex_attention, operators.flex_attention_backward) if operators is not None else ():
+
+def _kernels(operators: Any) -> Iterator[tuple[Any, dict[Any, Any], Any, Any]]:
+    """Operator, table, key and kernel of all that torch runs it by: looked up at each call, or kept from the first."""
+    for operator in (operators.flex_attention, operators.flex_attention_backward):
         for table in (operator.py_kernels, operator._dispatch_cache):
             for key, kernel in list(table.items()):
-                table[key] = exchanged(kernel)
+                yield operator, table, key, kernel
 
 
-def _asking(dense: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
+def _install() -> None:
+    """Have torch's dense kernels ask first, and its trace of a score function go unseen."""
+    operators: Any = sys.modules.get(_OPERATORS)
+    if operators is None:
+        # Nobody has imported flex attention; who does so in the iteration is seen from the next on.
+        return
+    for operator, table, key, kernel in _kernels(operators):
+        if getattr(kernel, "__name__", "").startswith(_DENSE):
+            table[key] = _asking(operator, kernel)
+    if not hasattr(operators.create_fw_bw_graph, "original"):
+        operators.create_fw_bw_graph = _unseen(operators.create_fw_bw_graph)
+
+
+def _uninstall() -> None:
+    operators: Any = sys.modules.get(_OPERATORS)
+    if operators is None:
+        return
+    for _, table, key, kernel in _kernels(operators):
+        table[key] = getattr(kernel, "original", kernel)
+    trace = operators.create_fw_bw_graph
+    operators.create_fw_bw_graph = getattr(trace, "original", trace)
+
+
+def _asking(operator: Any, dense: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **options: Any) -> Any:
         guard = getattr(_guarding, "guard", None)
         if guard is None and _guards and torch._C._current_graph_task_id() != -1:
             # A thread of autograd's.
             guard = _guards[-1]
+        if guard is not None and guard.stands_in:
+            return stand_in(operator, args)
         if guard is not None:
-            guard.ask(query, key)
-        return dense(query, key, *others, **options)
+            guard.ask(*args[:2])
+        return dense(*args, **options)
 
-    asked.dense = dense  # type: ignore[attr-defined]
+    asked.original = dense  # type: ignore[attr-defined]
     return asked
+
+
+def _unseen(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def traced(*args: Any) -> Any:
+        modes = _get_current_dispatch_mode_stack()
+        observed = any(isinstance(mode, Observer) for mode in modes)
+        # A rehearsal's tensors are those that such a trace is made of.
+        if observed and not any(isinstance(mode, FakeTensorMode) for mode in modes):
+            # For the backward, on memory that nothing has written: no part of the iteration.
+            with _disable_current_modes():
+                return trace(*args)
+        return trace(*args)
+
+    traced.original = trace  # type: ignore[attr-defined]
+    return traced
 
 
 def is_flex(operation: Any) -> bool:
@@ -130,5 +188,4 @@ def stand_in(operation: Any, args: tuple[Any, ...]) -> Any:
 
 def will_be_compiled() -> bool:
     """Whether the running call comes from a function that the user compiled, and runs as written for now."""
-    # torch's own way to run it without a compiler is compiled as well, by name.
-    return any(getattr(function, "__name__", "") != _UNCOMPILED for function in compiled_callers())
+    return bool(compiled_callers())

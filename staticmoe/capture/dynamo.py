@@ -26,6 +26,8 @@ from staticmoe.errors import CompileError
 
 # torch's function around a compiled one, and its variable for that one.
 _WRAPPER, _WRAPPED = "compile_wrapper", "fn"
+# What torch itself compiles, with a backend that compiles nothing, where flex attention is called uncompiled.
+_UNCOMPILED_FLEX = "_flex_attention_hop_wrapper"
 # The reason of a recompilation: "0/3: guard  # line  # file:12 in forward".
 _REASON = re.compile(r"^\d+/\d+: (.*?)\s+# .*?:(\d+) in ", re.DOTALL)
 
@@ -56,13 +58,13 @@ def is_compiled_call(frame: FrameType) -> bool:
 
 
 def compiled_callers() -> list[Any]:
-    """The compiled functions whose calls are running in this thread, innermost first."""
+    """The functions that a user had compiled whose calls are running in this thread, innermost first."""
     found, frame = [], sys._getframe(1)
     while frame is not None:
         if is_compiled_call(frame):
             found.append(frame.f_locals[_WRAPPED])
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return [function for function in found if getattr(function, "__name__", "") != _UNCOMPILED_FLEX]
 
 
 def last_move(code: CodeType) -> tuple[str, int]:
@@ -222,7 +224,7 @@ def _asking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return original(given)
         calls, wrapper = modes[-1].calls if modes else None, sys._getframe(1)
         # What a compiled function calls in turn becomes a part of it.
-        if calls is not None and is_compiled_call(wrapper) and len(compiled_callers()) == 1:
+        if calls is not None and is_compiled_call(wrapper) and compiled_callers() == [wrapper.f_locals[_WRAPPED]]:
             calls.add(wrapper.f_locals[_WRAPPED])
         if count_frames is not None:
             # What should compile whole is not counted for it, and not refused for having compiled nothing.

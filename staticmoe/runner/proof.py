@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from staticmoe.capture.attention import stood_in
 from staticmoe.capture.dynamo import Compiled, CompiledCalls, last_move, most_entries
 from staticmoe.capture.findings import Finding, Findings, audit_error
 from staticmoe.capture.source import Source
@@ -93,7 +94,7 @@ class Proof:
         """Find what of the user's does not stay compiled, and leave it as compiled as it was."""
         if not self.calls.orders:
             return
-        with self.calls.on_trial(), _updates(parameters) as update:
+        with stood_in(), self.calls.on_trial(), _updates(parameters) as update:
             for _ in range(_TRIALS):
                 run()
                 self.calls.note()

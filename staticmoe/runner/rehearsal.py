@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from staticmoe.capture.attention import is_flex, stand_in
 from staticmoe.capture.dynamo import Observer
 from staticmoe.capture.provenance import storage_key, tensors_in
 from staticmoe.capture.seeding import ONE_AT_A_TIME
@@ -89,6 +91,8 @@ class Tally(Observer):
             # Each look at the device of a fake tensor comes by.
             return args[0].fake_device
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._run_higher(func, args)
         if func not in _LIFTS:
             # Not left to the fake mode: it runs an operation on real tensors and numbers alone as it is.
             args, kwargs = self._twins_in(args), self._twins_in(kwargs)
@@ -107,6 +111,13 @@ class Tally(Observer):
         for tensor in tensors_in(result):
             self._enter(tensor)
         return result
+
+    def _run_higher(self, func: HigherOrderOperator, args: Any) -> Any:
+        """Flex attention makes its results and, compiled, nothing else; uncompiled it is refused before it runs."""
+        if not is_flex(func):
+            raise NotImplementedError(f"{func.name()} is no operation that a rehearsal can count")
+        with self:
+            return stand_in(func, self._twins_in(args))
 
     def twin(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for a real one; views of one memory have twins of one memory."""

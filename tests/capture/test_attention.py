@@ -15,11 +15,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.audit import audit
 from staticmoe.capture import Provenance, Recorder
 from staticmoe.capture.attention import guarded, score_bytes
-from staticmoe.capture.dynamo import entries_of
-from staticmoe.capture.findings import Finding
+from staticmoe.capture.dynamo import CompiledCalls, entries_of
+from staticmoe.capture.findings import Finding, Findings
 from staticmoe.errors import AuditError
+from staticmoe.runner.rehearsal import rehearsal
 
 B, H, S, D = 2, 4, 128, 16
 BYTES = B * H * S * S * 4
@@ -220,6 +222,67 @@ def test_a_runner_refuses_it_in_an_evaluation(capture: str) -> None:
         pytest.raises(AuditError, match=rf"would allocate {2 * S * S * 4} bytes of scores \(2 x 1 x 128 x 128\)"),
     ):
         runner.evaluate({"x": torch.randn(2, S, D)})
+
+
+@pytest.fixture
+def trained_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observed it computes nothing, and so may be told that a CPU has a backward of it."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
+
+
+def capped(score: Tensor, *place: Tensor) -> Tensor:
+    return 30 * torch.tanh(score / 30)
+
+
+@pytest.mark.usefixtures("trained_on_a_cpu")
+def test_a_compiled_one_has_a_stand_in_while_it_is_observed() -> None:
+    """With its backward, for which torch traces the score function; what torch wraps by itself is no call of theirs."""
+    args = [one.requires_grad_() for one in qkv()]
+    attend, findings, calls = torch.compile(flex_attention), Findings(), CompiledCalls({})
+    provenance = Provenance(dict(zip("qkv", args, strict=True)), {})
+    with provenance.open(), guarded({}, refuse), Recorder(provenance, {}, findings=findings, calls=calls).watch():
+        out = attend(*args, score_mod=capped)
+        gradients = torch.autograd.grad(out.sum(), args)
+    assert not any(tensor.any() for tensor in (out, *gradients)) and findings.items == []
+    assert [one.name for one in calls.orders] == ["flex_attention"]
+
+
+@pytest.mark.usefixtures("trained_on_a_cpu")
+def test_a_forecast_counts_no_scores_of_a_compiled_one() -> None:
+    args, attend = [one.requires_grad_() for one in qkv()], torch.compile(flex_attention)
+    with rehearsal(torch.device("cpu"), (), (), (), {}) as tally:
+        torch.autograd.grad(attend(*args, score_mod=capped).sum(), args)
+    assert args[0].nbytes < tally.peak < BYTES
+
+
+@pytest.mark.usefixtures("trained_on_a_cpu")
+def test_an_audit_computes_no_scores_of_a_compiled_one() -> None:
+    """Neither where it observes nor where it compiles on trial, with a backend that leaves the operation to torch."""
+    model = Attending(torch.compile(flex_attention))
+    model.forward = lambda x: model.attend(*(model.moe(x)[:, None] for _ in range(3)))
+    given = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "example_batch": {"x": torch.randn(2, S, D)},
+        "loss_fn": lambda model, batch: model(batch["x"]).square().mean(),
+    }
+    assert audit(given).findings == ()
+
+
+def test_a_compiled_one_is_evaluated() -> None:
+    model = Attending(torch.compile(flex_attention))
+    batch = {"x": torch.randn(2, S, D)}
+    with StaticMoERunner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        example_batch=batch,
+        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
+        config=RunnerConfig(capture="off"),
+    ) as runner:
+        loss = float(runner.evaluate(batch).loss)
+    with torch.no_grad():
+        y = model.moe(batch["x"])[:, None]
+    assert loss == pytest.approx(float(nn.functional.scaled_dot_product_attention(y, y, y).square().mean()), rel=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no backward of flex attention")

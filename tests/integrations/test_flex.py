@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from staticmoe import RunnerConfig, StaticMoERunner
+from staticmoe.audit import audit
 from staticmoe.errors import ConfigError
 from staticmoe.integrations import huggingface
 
@@ -140,6 +141,21 @@ def test_it_trains_captured_as_uncaptured_and_as_by_dense_masks(
         optimizer.step()
         dense.append(float(value.detach()))
     assert captured == pytest.approx(dense, rel=3e-2 if on_gpu else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_no_scores_of_transformers_own_are_computed_in_an_audit(
+    name: str, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where `attend_by_blocks` calls it; observed it computes nothing, and needs no backward for CPUs."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
+    model = built(build, name, torch.device("cpu"), "flex_attention").train()
+    huggingface.prepare(model)
+    given = {
+        "model": model, "optimizer": torch.optim.AdamW(model.parameters()), "example_batch": batches_of(1, 24)[0],
+        "loss_fn": loss, "token_mask": "attention_mask",
+    }  # fmt: skip
+    assert [str(finding) for finding in audit(given).findings] == []
 
 
 def loss_with_lists(model: Any, batch: dict[str, Tensor]) -> Tensor:

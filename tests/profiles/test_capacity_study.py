@@ -109,7 +109,9 @@ def test_what_was_masked_is_what_exceeded(script: Script) -> None:
     for result in results:
         routed = [load.routed for load in result.moe.values()]
         assert len(routed) == OPTIONS.depth and all(sum(layer) == assignments and len(layer) == 8 for layer in routed)
-        shares.append(sum(max(count - assignments // 8, 0) for layer in routed for count in layer) / assignments / OPTIONS.depth)
+        shares.append(
+            sum(max(count - assignments // 8, 0) for layer in routed for count in layer) / assignments / OPTIONS.depth
+        )
     assert [result.metrics[module.DROPPED] for result in results] == pytest.approx(shares, rel=1e-6)
     assert row["dropped"] == pytest.approx(statistics.mean(shares)) and min(shares) > 0
     assert row["dropped_last_tenth"] == pytest.approx(shares[-1])

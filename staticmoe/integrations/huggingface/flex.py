@@ -1,8 +1,8 @@
-"""Flex attention under a capture: block masks made from each batch, and an eye on it that can see.
+"""Flex attention under a capture: block masks made from each batch, and transformers' own compiled attention.
 
-What observes or records an iteration is a torch dispatch mode, under which torch's compiler steps aside, and flex
-attention is nothing but what the compiler makes of it. Under a mode, and on a CPU, where it has no backward, the same
-attention runs as plain operations; else, in the warm-up and in the graph, transformers' own compiled one.
+What observes an iteration has a stand-in for it (`staticmoe.capture.attention`), notes that it is compiled, and has it
+compiled in a warm-up before the capture. On a CPU, where it has no backward, the same attention runs as plain
+operations.
 
 Letters: B rows, S tokens of each, D channels of a head.
 """
@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from staticmoe.errors import ConfigError
 from staticmoe.integrations.huggingface.attention import switch
@@ -72,7 +71,7 @@ def block_attention(
     if dropout or bias is not None:
         got = f"dropout={dropout}" if dropout else "position_bias"
         raise ConfigError(f"{type(module).__name__}: expected scores that flex attention takes, got {got}")
-    if query.is_cuda and not _len_torch_dispatch_stack():
+    if query.is_cuda:
         from transformers.integrations.flex_attention import flex_attention_forward
 
         return cast(
