@@ -24,9 +24,9 @@ from staticmoe.capture.findings import Finding, Findings, audit_error, is_allowe
 from staticmoe.capture.host_reads import HostReadGuard, random_state_hooks
 from staticmoe.capture.provenance import Provenance, storage_key, tensors_in
 from staticmoe.capture.rules import Refusal, refusal
-from staticmoe.capture.schemas import mutated, name_of, namespace_of, overwritten
+from staticmoe.capture.schemas import mutated, name_of, namespace_of, overwritten, python_implementation
 from staticmoe.capture.source import Source, locate
-from staticmoe.capture.tape import Entry, Tape, operation
+from staticmoe.capture.tape import Entry, Tape, operation, without_history
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Recorder(Observer):
         if collectives.is_unfinished(types):
             # It waits first, and comes by again as the plain tensor that it wraps.
             return NotImplemented
-        implementation = _python_implementation(func, args, kwargs)
+        implementation = python_implementation(func, args, kwargs)
         if implementation is not None:
             return self._run_implementation(func, implementation, args, kwargs)
         inputs = tensors_in(args, kwargs)
@@ -288,11 +288,11 @@ class Recorder(Observer):
             return
         recorded = [(position, tensor.detach()) for position, tensor in fresh]
         if collectives.is_collective(func):
-            run = functools.partial(collectives.run_again, func, _without_history(args), _without_history(kwargs))
+            run = functools.partial(collectives.run_again, func, without_history(args), without_history(kwargs))
             self._tape.append(Entry(run, tuple(recorded), str(func)))
             self._tape.has_collectives = True
             return
-        self._tape.append(operation(func, _without_history(args), _without_history(kwargs), recorded))
+        self._tape.append(operation(func, without_history(args), without_history(kwargs), recorded))
 
     def _get_random_state(self, read: Any) -> Tensor:
         if _in_reentrant_checkpoint():
@@ -349,27 +349,3 @@ def _in_reentrant_checkpoint() -> bool:
         if frame is not None and frame.f_code is CheckpointFunction.forward.__code__:
             return True
     return False
-
-
-def _without_history(tree: Any) -> Any:
-    """Copy of arguments with every tensor cut from the autograd graph, which would else live as long as the tape."""
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_without_history(item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _without_history(item) for key, item in tree.items()}
-    return tree
-
-
-def _python_implementation(func: Any, args: Any, kwargs: Any) -> Any:
-    """The Python function behind a `torch.library.custom_op`, or None for any other operation."""
-    if namespace_of(func) == "aten":
-        return None
-    definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
-    if definition is None or func._overloadname != "default":
-        return None
-    devices = {tensor.device.type for tensor in tensors_in(args, kwargs)}
-    device = devices.pop() if len(devices) == 1 else None
-    functions = definition._backend_fns
-    return functions.get(device) or functions.get(None) or definition._init_fn

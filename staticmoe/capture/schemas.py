@@ -1,10 +1,11 @@
-"""What an operation's schema, or its name where the schema is silent, says that it writes."""
+"""What is known of an operation: name, what it writes by its schema or, where that is silent, its name; its Python."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from staticmoe.capture import collectives
@@ -55,3 +56,16 @@ def overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         # bernoulli_(p) with a tensor p reads p; only the first argument is the target.
         return tensors_in(args[0])
     return collectives.overwritten(func, args) + tensors_in([kwargs.get(name) for name in _outs(func)])
+
+
+def python_implementation(func: Any, args: Any, kwargs: Any) -> Any:
+    """The Python function behind a `torch.library.custom_op`, or None for any other operation."""
+    if namespace_of(func) == "aten":
+        return None
+    definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
+    if definition is None or func._overloadname != "default":
+        return None
+    devices = {tensor.device.type for tensor in tensors_in(args, kwargs)}
+    device = devices.pop() if len(devices) == 1 else None
+    functions = definition._backend_fns
+    return functions.get(device) or functions.get(None) or definition._init_fn

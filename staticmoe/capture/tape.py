@@ -146,3 +146,14 @@ class Tape:
             results = result if isinstance(result, (tuple, list)) else (result,)
             for position, recorded in entry.fresh:
                 recorded.copy_(results[position])
+
+
+def without_history(tree: Any) -> Any:
+    """Copy of arguments with every tensor cut from the autograd graph, which would else live as long as the tape."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(without_history(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: without_history(item) for key, item in tree.items()}
+    return tree
