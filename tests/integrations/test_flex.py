@@ -114,7 +114,7 @@ def batches_of(count: int, length: int) -> list[dict[str, Tensor]]:
 def test_it_trains_captured_as_uncaptured_and_as_by_dense_masks(
     name: str, device: torch.device, build: Callable[..., Any]
 ) -> None:
-    """On a GPU through the compiled kernels; on a CPU, where they have no backward, through what observes them."""
+    """On a GPU through the compiled kernels; on a CPU, where they have no backward, as plain operations."""
     batches = batches_of(6, 160 if device.type == "cuda" else 24)
     start = built(build, name, device, "flex_attention").train()
     losses = {}
