@@ -139,6 +139,10 @@ class CudaGraph:
         """Launch the graph on the current stream."""
         self._graph.replay()
 
+    def release(self) -> None:
+        """Destroy the graph: NCCL ends no communicator before the last graph that has captured it is gone."""
+        self._graph.reset()
+
 
 class CudaGraphCapture:
     """Captures iterations into graphs that share a pool and a capture stream.

@@ -18,6 +18,9 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Run the iteration once more, in stream order, without its Python."""
 
+    def release(self) -> None:
+        """Give up memory and whatever else the graph holds, whoever still holds the graph; it cannot run again."""
+
     @property
     def owned_bytes(self) -> int:
         """Bytes that the graph keeps between replays."""

@@ -124,6 +124,11 @@ class Tape:
             for entry in self.entries:
                 self._run(entry)
 
+    def release(self) -> None:
+        """Let go of all operations and of the memory."""
+        self.entries = []
+        self._owned, self._poisoned, self._external = {}, {}, {}
+
     def _check_external(self) -> None:
         for tensor, size in self._external.values():
             # Writing into memory that was given back crashes the process, so look first.

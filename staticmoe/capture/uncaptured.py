@@ -71,3 +71,6 @@ class _PythonGraph:
 
     def __init__(self, iteration: Callable[[], None]) -> None:
         self.replay = iteration
+
+    def release(self) -> None:
+        """Nothing is held."""

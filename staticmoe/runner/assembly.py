@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,6 +97,8 @@ class Assembly:
         self._flush = flush
         self._regions = self._dense_regions()
         self._beside = Beside(self._regions, self.capture)
+        # Of those that no family has got, because an error came between, a traceback may hold the graph for long.
+        self._programs: weakref.WeakSet[Program] = weakref.WeakSet()
         self._ran = {"training": RanCode(), "evaluation": RanCode()}
         self.training = Family(
             "training",
@@ -164,6 +167,8 @@ class Assembly:
         self._memory.closed = True
         self.training.drop()
         self.evaluation.drop()
+        for program in self._programs:
+            program.retire()
 
     def reconfigure(self, config: RunnerConfig) -> None:
         """Use `config` for everything that is built from here on, and drop the training graphs."""
@@ -338,6 +343,7 @@ class Assembly:
     def _build(self, wrapped: Wrapped, iteration: Iteration, inputs: InputRing, loss_fn: LossFn, kind: str) -> Program:
         start = time.perf_counter()
         program = Program(wrapped, iteration, inputs, self.guard, self.capture, self._provenance)
+        self._programs.add(program)
         with together(self._replicas, f"the {kind} graph"):
             agree(self._replicas, f"the {kind} graph", batch=inputs.shape, factor=wrapped.config.capacity_factor)
             try:

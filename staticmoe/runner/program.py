@@ -288,7 +288,9 @@ class Program:
         self._captured_gradients = []
 
     def retire(self) -> None:
-        """Let go of the graph and of what only this program used; it cannot run again."""
+        """Let go of the graph and of what only this program used; it cannot run again. A second call does nothing."""
+        if self._graph is not None:
+            self._graph.release()
         self._graph = None
         self._provenance.forget([*self._own.values(), *self.inputs.own_tensors.values()])
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from staticmoe import CaptureError, ReplayError, RunnerConfig, SelfCheckError, StaticMoE, StaticMoERunner
+from staticmoe.capture import EmulatedCapture, Tape
 
 
 class Model(nn.Module):
@@ -44,6 +45,16 @@ def test_the_self_check_finds_what_no_watch_can_see() -> None:
     """Uncaptured runs differ from each other, replays do not: a host value is frozen."""
     with pytest.raises(SelfCheckError, match="frozen"):
         wrap(iterator_loss())
+
+
+def test_an_error_while_a_runner_is_built_holds_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL a graph that a traceback holds would keep `destroy_process_group` waiting, and the error unseen."""
+    tapes: list[Tape] = []
+    capture = EmulatedCapture.capture
+    monkeypatch.setattr(EmulatedCapture, "capture", lambda *given: tapes.append(capture(*given)) or tapes[-1])
+    with pytest.raises(SelfCheckError) as caught:
+        wrap(iterator_loss())
+    assert [(tape.entries, tape.owned_bytes) for tape in tapes] == [([], 0)] and caught.tb is not None
 
 
 def test_without_it_the_recheck_finds_it_in_the_run() -> None:
