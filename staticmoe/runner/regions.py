@@ -163,7 +163,7 @@ class Regions:
             CompileError: it cannot be compiled whole, and is not to stay as it is.
         """
         mode, start = torch.is_grad_enabled(), time.perf_counter()
-        if self._spent > self._limit_s and one.compiled is not one.eager:
+        if self._spent > self._limit_s:
             words = "" if mode else " where gradients are off"
             log.warning("region %s stays uncompiled%s: compiling has taken %.0f s", one.name, words, self._spent)
             one.calls[mode] = one.eager
@@ -236,7 +236,7 @@ class Regions:
             ) from error
         log.warning("%s; it stays uncompiled (compile_fallback)", words)
         one.compiled = one.eager
-        one.calls = dict.fromkeys(one.calls, one.eager)
+        one.calls = dict.fromkeys((False, True), one.eager)
 
 
 def _is_dynamos(error: BaseException) -> bool:

@@ -83,8 +83,24 @@ def test_modules_of_torch_stay_uncompiled_in_silence(built: Built) -> None:
     part = compiled(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
     part(torch.ones(4, 8))
     assert found(built(Calling(part))) == [("SM603", "block.part", "return self.part(x)")]
-    # One function of the user's inside, and torch compiles that.
+    # One function of the user's inside, and torch compiles that; be it compiled already.
     assert found(built(Calling(compiled(nn.Sequential(Mlp(), nn.GELU()))))) == []
+    inner = Mlp()
+    inner.forward = torch.compile(inner.forward)
+    assert found(built(Calling(compiled(nn.Sequential(inner, nn.GELU()))))) == []
+
+
+def test_a_function_is_not_proven_by_what_it_calls(built: Built) -> None:
+    """Torch gives it up, and compiles the module that it closes over."""
+    inner = Mlp()
+
+    def broken(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = inner(x)
+        return x
+
+    assert found(built(Calling(torch.compile(broken)))) == [("SM603", "block", "return self.part(x)")]
 
 
 def test_what_a_compiled_function_calls_is_a_part_of_it(built: Built) -> None:

@@ -156,6 +156,24 @@ def test_what_moved_is_told(kind: type[Bank]) -> None:
     assert ("self.key" in guard or "self.calls" in guard) and "# <- guard" in linecache.getline(__file__, line)
 
 
+def test_the_last_move_of_a_function_is_told() -> None:
+    """Not an earlier one, nor that of another function."""
+    held = [1.5, "a"]
+
+    def one(x: Tensor) -> Tensor:
+        return x * (2 if held[1] == "a" else 3) * (held[0] > 2)  # <- guards
+
+    def other(x: Tensor) -> Tensor:
+        return x - held[0]
+
+    functions = [torch.compile(function, backend="eager") for function in (one, other)]
+    for held[:] in ([1.5, "a"], [1.5, "b"], [2.5, "b"]):
+        for function in functions:
+            function(torch.ones(3))
+    guard, line = last_move(one.__code__)
+    assert "[0]" in guard and "# <- guards" in linecache.getline(__file__, line)
+
+
 class Stepping(nn.Module):
     """Advances a bank as a training loop would, from inside the iteration."""
 

@@ -40,6 +40,8 @@ def refuse(finding: Finding) -> None:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
+    # torch 2.11 on a CPU crashes where another thread is the first to compile.
+    torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1))
     yield
     torch._dynamo.reset()
 

@@ -20,6 +20,8 @@ FRAMES = torch._dynamo.eval_frame
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
+    # torch 2.11 on a CPU crashes where another thread is the first to compile.
+    torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1))
     yield
     torch._dynamo.reset()
 

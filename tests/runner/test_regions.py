@@ -229,7 +229,7 @@ def test_an_assertion_of_the_users_is_the_users(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     model = Model()
     model.dense.append(Asserting())
-    found = Regions(model, fallback=True, limit_s=60)
+    found = Regions(model, fallback=False, limit_s=60)
     with pytest.raises(AssertionError, match="the user's own"):
         found.around(lambda: model(batch(0)["tokens"]).sum().backward())()
 
