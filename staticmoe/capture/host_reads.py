@@ -138,13 +138,13 @@ def _hooked(
     def reseed(number: Any) -> torch.Generator:
         return original_seed(number) if elsewhere() else seed(number)
 
-    def install(read: Any, write: Any, start: Any) -> None:
-        torch.get_rng_state = torch.random.get_rng_state = read
-        torch.set_rng_state = torch.random.set_rng_state = write
-        torch.manual_seed = torch.random.manual_seed = start
-
-    install(get, put, reseed)
+    hooks = {"get_rng_state": get, "set_rng_state": put, "manual_seed": reseed}
+    # Not the same functions in both: torch 2.11 wraps one of them for its compiler.
+    originals = [(room, name, getattr(room, name)) for room in (torch, torch.random) for name in hooks]
     try:
+        for room, name, _ in originals:
+            setattr(room, name, hooks[name])
         yield
     finally:
-        install(original_get, original_set, original_seed)
+        for room, name, original in originals:
+            setattr(room, name, original)
