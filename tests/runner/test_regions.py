@@ -93,6 +93,9 @@ def test_regions_are_what_holds_no_participant() -> None:
     assert list(dense_modules(model)) == [
         "layers.0.norm", "layers.0.mixer", "layers.1.norm", "layers.1.mixer", "dense",
     ]  # fmt: skip
+    model.several = nn.ModuleList([Norm(8)])
+    assert list(dense_modules(model))[-1] == "several.0"
+    del model.several
     # What the user compiled is theirs.
     model.layers[1].mixer.compile(backend="eager")
     model.dense = torch.compile(model.dense, backend="eager")
@@ -134,7 +137,7 @@ def test_a_region_among_the_arguments_of_another_is_a_part_of_it() -> None:
             self.turned, self.dense = Turned(), nn.Identity()
 
         def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.turned(self.layers[0](self.embed(tokens), torch.zeros(8)), self.last))
+            return self.head(self.layers[0](self.turned(self.embed(tokens), self.last), torch.zeros(8)))
 
     torch.manual_seed(0)
     models = [Handing() for _ in range(2)]
@@ -297,6 +300,9 @@ def test_a_value_that_changes_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
         found.around(lambda: model.layers[0](torch.ones(3, 8), torch.zeros(8)).sum().backward())()
         found.prove()
     assert "region layers.0.mixer has 7 compiled forms" in caplog.text and "norm has" not in caplog.text
+    # Shapes are constants.
+    found.around(lambda: model.layers[0](torch.ones(5, 8), torch.zeros(8)))()
+    assert found.regions[0].entries == 2
 
 
 def test_compiling_is_told_and_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
