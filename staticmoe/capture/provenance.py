@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from staticmoe.capture.collector import thawed
 from staticmoe.capture.source import Source
 
 
@@ -29,7 +30,9 @@ def live_tensors() -> list[Tensor]:
     """Every tensor that some Python object refers to now. Strong references: drop the list soon."""
     tensors = []
     tensor_types: dict[type, bool] = {}
-    for candidate in gc.get_objects():
+    with thawed():
+        candidates = gc.get_objects()
+    for candidate in candidates:
         # type(), not isinstance(): lazy proxies import whole packages when asked for their class.
         kind = type(candidate)
         if kind not in tensor_types:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from staticmoe.capture.collector import thawed
 from staticmoe.capture.source import is_users
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -131,7 +132,8 @@ class RanCode:
         """
         nested = [ran for ran in self._seen.values() if ran is not None and ran.closures]
         known = {id(ran.code): ran.closures for ran in nested}
-        candidates = gc.get_referrers(*(ran.code for ran in nested)) if nested else []
+        with thawed():
+            candidates = gc.get_referrers(*(ran.code for ran in nested)) if nested else []
         functions = [one for one in candidates if type(one) is FunctionType]
         return [one for one in functions if tuple(map(_content_id, one.__closure__ or ())) in known[id(one.__code__)]]
 

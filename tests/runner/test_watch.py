@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from staticmoe import ConfigError, ReplayError, RunnerConfig, SelfCheckError, StaticMoE, StaticMoERunner
+from staticmoe.capture import collector
 from staticmoe.capture.change import MISSING, Change
 from staticmoe.capture.ran import RanCode
 from staticmoe.runner import beside
@@ -194,8 +195,9 @@ PLANTS: dict[str, tuple[Callable[[Model], Any], str]] = {
 
 
 @pytest.fixture
-def restored() -> Any:
-    """Globals, closures and classes as before."""
+def restored(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Globals, closures and classes as before. The closures are this file's, which the suite has frozen."""
+    monkeypatch.setattr(collector, "_PYTHONS_OWN", 0)
     before = LEVEL, STRENGTH, Block.rate
     yield
     globals().update(LEVEL=before[0], STRENGTH=before[1])
