@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -209,8 +210,11 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("capture", ["emulate", "off"])
-def test_a_runner_refuses_it_in_an_evaluation(capture: str) -> None:
-    """On a CPU there is no backward of it, so training leaves it out."""
+def test_a_runner_refuses_it_in_an_evaluation(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any score is computed. On a CPU there is no backward of it, so training leaves it out."""
+    computed: list[Tensor] = []
+    kernels = importlib.import_module("torch._higher_order_ops.flex_attention")
+    monkeypatch.setattr(kernels, "math_attention", lambda *args: computed.extend(args))
     model = Attending(flex_attention)
     runner = StaticMoERunner(
         model,
@@ -224,6 +228,7 @@ def test_a_runner_refuses_it_in_an_evaluation(capture: str) -> None:
         pytest.raises(AuditError, match=rf"would allocate {2 * S * S * 4} bytes of scores \(2 x 1 x 128 x 128\)"),
     ):
         runner.evaluate({"x": torch.randn(2, S, D)})
+    assert computed == []
 
 
 @pytest.fixture
