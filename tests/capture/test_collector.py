@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from staticmoe import RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.capture import collector
 from staticmoe.capture.collector import thawed
+
+# The suite has runners told that nothing is frozen while a test runs.
+HAS_FROZEN = collector.has_frozen
 
 
 @pytest.fixture
-def stays_frozen() -> Iterator[None]:
-    """Whatever a test has frozen stays so, as what the suite itself froze does."""
+def stays_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test has frozen stays so, as what the suite itself froze does; and a runner is told of it."""
+    monkeypatch.setattr(collector, "has_frozen", HAS_FROZEN)
     yield
     gc.freeze()
 

@@ -197,7 +197,7 @@ PLANTS: dict[str, tuple[Callable[[Model], Any], str]] = {
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Globals, closures and classes as before. The closures are this file's, which the suite has frozen."""
-    monkeypatch.setattr(collector, "_PYTHONS_OWN", 0)
+    monkeypatch.setattr(collector, "has_frozen", lambda: True)
     before = LEVEL, STRENGTH, Block.rate
     yield
     globals().update(LEVEL=before[0], STRENGTH=before[1])
