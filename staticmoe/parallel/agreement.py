@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from staticmoe.errors import ReplicaError
 
-# Longer than one rank may compile and load for while another waits, and shorter than anybody would sit and watch.
-PATIENCE = datetime.timedelta(minutes=5)
+# Longer than one rank may compile for (`compile_limit_s`, and what it is in by then) while another, whose cache has it
+# all, waits; and shorter than anybody would sit and watch.
+PATIENCE = datetime.timedelta(minutes=15)
 # One place for all runners of a group, for as long as there is the group: a meeting place has threads and sockets.
 _places: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
