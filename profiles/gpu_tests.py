@@ -44,14 +44,14 @@ class Outcomes:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be collected."""
         if report.failed:
-            self._fail("errors", report.nodeid, _last_line(report.longrepr))
+            self._fail("errors", report.nodeid, _error_of(report.longrepr))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A phase of a test: what fails in its set-up or tear-down is an error."""
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             what = "failed" if report.when == "call" else "errors"
-            self._fail(what, report.nodeid, _last_line(report.longrepr))
+            self._fail(what, report.nodeid, _error_of(report.longrepr))
         elif report.skipped:
             self.counts["skipped"] += 1
         elif report.when == "call":
@@ -84,8 +84,8 @@ class Outcomes:
         }
 
 
-def _last_line(representation: Any) -> str:
-    """The error itself, of a report's traceback; a skip's reason has no such thing."""
+def _error_of(representation: Any) -> str:
+    """The error itself, of a report's traceback, or the last line of what is none."""
     crash = getattr(representation, "reprcrash", None)
     lines = str(crash.message if crash else representation).strip().splitlines()
     return (lines[0] if crash else lines[-1])[:300] if lines else ""

@@ -66,8 +66,6 @@ def refusal(
     Args:
         is_literal: whether a tensor is a Python number in disguise.
     """
-    if not _is_suspect(func):
-        return None
     if func in _READS:
         return Refusal(*_READS[func], MEND_READ)
     if collectives.is_collective(func):
@@ -79,7 +77,7 @@ def refusal(
         return _mask_index(name, args, is_literal)
     if name == "_to_copy" and args[0].device.type != "cpu" and _is_cpu(kwargs.get("device")):
         return Refusal("SM103", "copies a tensor to the host (.to('cpu'))", MEND_READ)
-    if func.namespace == "aten" and name in _REPLACES_STORAGE:
+    if name in _REPLACES_STORAGE and func.namespace == "aten":
         why = "replaces or resizes the memory of a tensor, which a replay cannot follow"
         return Refusal("SM501", why, "allocate the final size once", ends=True)
     if _is_sized_by_values(func):
@@ -93,12 +91,6 @@ def refusal(
 
 
 @functools.cache
-def _is_suspect(func: Any) -> bool:
-    """Whether a rule looks at `func`: what most operations are not, and is asked of each."""
-    known = func in _READS or collectives.is_collective(func) or _is_sized_by_values(func)
-    return known or name_of(func) in _INDEXING | _REPLACES_STORAGE | {"_to_copy"}
-
-
 def _is_sized_by_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
