@@ -70,11 +70,11 @@ class Outcomes:
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
         raise KeyboardInterrupt
 
-    def row(self, command: str) -> dict[str, Any]:
+    def row(self, command: str, commit: str) -> dict[str, Any]:
         """What the file holds of a run."""
         slowest = sorted(self.seconds.items(), key=lambda one: -one[1])[:SLOWEST]
         return {
-            "commit": source_commit(),
+            "commit": commit,
             "command": command,
             **self.counts,
             "seconds": round(time.monotonic() - self._start, 1),
@@ -103,7 +103,7 @@ def enter(row: dict[str, Any], path: Path) -> None:
     write_result(found, path)
 
 
-def run(arguments: Sequence[str], limit_s: float, output: Path | None) -> int:
+def run(arguments: Sequence[str], limit_s: float, output: Path | None, commit: str) -> int:
     """Run pytest on these arguments; enter what came of it."""
     outcomes = Outcomes()
     previous = signal.signal(signal.SIGALRM, outcomes.cut_off)
@@ -115,7 +115,7 @@ def run(arguments: Sequence[str], limit_s: float, output: Path | None) -> int:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, previous)
-    row = outcomes.row(f"python -m pytest {shlex.join(arguments)}")
+    row = outcomes.row(f"python -m pytest {shlex.join(arguments)}", commit)
     if output is not None:
         enter(row, output)
     print(json.dumps({key: value for key, value in row.items() if key != "slowest"}, indent=1), flush=True)
@@ -127,11 +127,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to append to")
     parser.add_argument("--limit", type=float, default=500.0, help="seconds after which the run is cut off")
+    parser.add_argument("--commit", default=None, help="of the code; default: git's")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     arguments = parser.parse_args()
     output = arguments.output.resolve() if arguments.output else None
     os.chdir(ROOT)
-    code = run(arguments.pytest, arguments.limit, output)
+    code = run(arguments.pytest, arguments.limit, output, arguments.commit or source_commit())
     sys.stdout.flush()
     os._exit(code)
 

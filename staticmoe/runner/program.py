@@ -22,8 +22,8 @@ from staticmoe.capture.holders import holder_of
 from staticmoe.capture.provenance import storage_key
 from staticmoe.capture.ran import RanCode
 from staticmoe.capture.surroundings import Surroundings
-from staticmoe.errors import AuditError, CaptureError, ModelError, ReplicaError, SelfCheckError
-from staticmoe.observe.record import Record, RecordLayout, RecordRing
+from staticmoe.errors import AuditError, CaptureError, ModelError, ReplicaError
+from staticmoe.observe.record import RecordLayout, RecordRing
 from staticmoe.phases import HostPhase, host_range
 from staticmoe.runner.alike import agree, wait_for
 from staticmoe.runner.commit import Shadow, restore
@@ -31,13 +31,12 @@ from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import InputRing
 from staticmoe.runner.iteration import Wrapped
 from staticmoe.runner.proof import Proof
+from staticmoe.runner.self_check import Outcome, compare
 from staticmoe.runner.watch import HostState
 
 log = logging.getLogger(__name__)
 
 _EXAMPLE_SEED = 0
-# Relative difference of loss and gradient norm that the order of additions may make.
-_ROUNDING = 1e-3
 
 
 class Iteration(Protocol):
@@ -306,46 +305,32 @@ class Program:
         """Compare a replay with the uncaptured iteration on slot `slot`, both vetoed: record and gradients, bitwise.
 
         Raises:
-            SelfCheckError: they differ, and replays agree with each other; where replays vary as well, the operations
-                themselves are not deterministic, which is logged.
+            SelfCheckError: they differ, and not because the operations vary from run to run, which is logged.
         """
         graph = self._graph
         if self._capture.name == "off" or graph is None:
             return
+
+        def uncaptured() -> Outcome:
+            # Gradients of its own; those of the graph stay where they are until it runs again.
+            self._iteration.gradients = []
+            return self._outcome(slot, self._run, lambda: self._iteration.gradients)
+
+        def replay() -> Outcome:
+            return self._outcome(slot, graph.replay, lambda: self._captured_gradients)
+
+        exact = self._wrapped.device.type == "cpu"
         with self._guard.withholding():
-            # Each uncaptured run has gradients of its own; those of the graph stay where they are until it runs again.
-            plain = self._outcome(slot, self._run, lambda: self._iteration.gradients)
-            replayed = self._outcome(slot, graph.replay, lambda: self._captured_gradients)
-            differences = self._differences(plain, replayed)
-            if self._somewhere(bool(differences)):
-                again = self._outcome(slot, self._run, lambda: self._iteration.gradients)
-                noise = self._differences(plain, again)
-                words = "; ".join(differences[:5]) or "what another rank says"
-                # Atomic adds differ in the last bits; a host value that changes from run to run differs in the first.
-                beyond_rounding = self._wrapped.device.type == "cpu" or _gap(plain[0], again[0]) > _ROUNDING
-                frozen = not self._somewhere(bool(noise))
-                if not frozen and self._somewhere(beyond_rounding):
-                    frozen = not self._somewhere(not self._replays_agree(slot, graph, replayed))
-                if frozen:
-                    raise SelfCheckError(
-                        f"a replay differs from the uncaptured iteration in {words}, and replays "
-                        "agree with each other: something that the iteration reads on the host is frozen in the graph; "
-                        "keep it in a buffer or in runner.scalars"
-                    )
-                log.warning("self-check: uncaptured runs and replays vary alike, in %s", "; ".join(noise[:5]))
+            noise = compare(uncaptured, replay, self._somewhere, exact=exact)
+        if noise:
+            log.warning("self-check: uncaptured runs and replays vary alike, in %s", "; ".join(noise[:5]))
         self._iteration.gradients = []
 
     def _somewhere(self, found: bool) -> bool:
         """Whether it was found on any rank: what one runs again, all must."""
         return found if self._replicas is None else self._replicas.agreement.any(found)
 
-    def _replays_agree(self, slot: int, graph: Graph, replayed: tuple[Record, list[Tensor]]) -> bool:
-        before = replayed[0], [gradient.clone() for gradient in replayed[1]]
-        return not self._differences(before, self._outcome(slot, graph.replay, lambda: self._captured_gradients))
-
-    def _outcome(
-        self, slot: int, run: Callable[[], None], gradients: Callable[[], list[Tensor]]
-    ) -> tuple[Record, list[Tensor]]:
+    def _outcome(self, slot: int, run: Callable[[], None], gradients: Callable[[], list[Tensor]]) -> Outcome:
 
         def work() -> None:
             self.inputs.stage(slot)
@@ -354,27 +339,4 @@ class Program:
 
         stream = self._capture.stream
         wait_for(self._replicas, stream, stream.launch(work, lambda: self.records.copy_out(slot)))
-        return self.records.read(slot), gradients()
-
-    def _differences(self, one: tuple[Record, list[Tensor]], other: tuple[Record, list[Tensor]]) -> list[str]:
-        found = [
-            f"{name} ({value!r} against {other[0].scalars[name]!r})"
-            for name, value in one[0].scalars.items()
-            if not _same_float(value, other[0].scalars[name])
-        ]
-        if (one[0].fields, one[0].peaks) != (other[0].fields, other[0].peaks):
-            found.append("the participants' counts")
-        for name, left, right in zip(self._iteration.gradient_names, one[1], other[1], strict=True):
-            if not bool(((left == right) | (left.isnan() & right.isnan())).all()):
-                found.append(f"the gradient of {name} (by at most {float((left - right).abs().max()):.3g})")
-        return found
-
-
-def _gap(one: Record, other: Record) -> float:
-    """Largest relative difference of a scalar."""
-    pairs = [(value, other.scalars[name]) for name, value in one.scalars.items()]
-    return max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in pairs)
-
-
-def _same_float(one: float, other: float) -> bool:
-    return one == other or (one != one and other != other)
+        return Outcome(self.records.read(slot), self._iteration.gradient_names, gradients())

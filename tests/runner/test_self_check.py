@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from staticmoe import CaptureError, ReplayError, RunnerConfig, SelfCheckError, StaticMoE, StaticMoERunner
 from staticmoe.capture import EmulatedCapture, Tape
+from staticmoe.observe.record import Reason, Record
+from staticmoe.runner.self_check import Outcome, compare
 
 
 class Model(nn.Module):
@@ -147,3 +150,77 @@ def test_the_audit_can_be_overruled(caplog: pytest.LogCaptureFixture) -> None:
             runner = wrap(reads, audit=audit)
         assert ("item()" in caplog.text) is (audit == "warn")
         assert float(runner.step({"x": 3 * ONES["x"]}).loss) == 3.0, "times 3 / 3: the factor of the capture"
+
+
+class Runs:
+    """Outcomes of runs by a script: (loss, gradient) of each, the last one over and over."""
+
+    def __init__(self, *script: tuple[float, float]) -> None:
+        self.script = list(script)
+        self.gradient = torch.zeros(())
+
+    def __call__(self) -> Outcome:
+        loss, gradient = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        self.gradient.fill_(gradient)  # as the replays of one graph do
+        record = Record(0, 0, False, Reason(0), False, 0, {"loss": loss}, {})
+        return Outcome(record, ["weight"], [self.gradient])
+
+
+class OwnRuns(Runs):
+    def __call__(self) -> Outcome:
+        return super().__call__().kept()
+
+
+A, B = (2.0, 1.0), (2.0, 1.0 + 1e-7)
+FAR, FARTHER = (2.5, 1.0), (2.9, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("uncaptured", "replays", "exact", "says"),
+    [
+        ([A], [A], False, ""),
+        ([(math.nan, math.nan)], [(math.nan, math.nan)], True, ""),
+        ([A, B], [B], False, "gradient of weight"),
+        # Additions that come in the same order for a while: seen in the third, or only among replays.
+        ([A, A, A, B], [B], False, "gradient of weight"),
+        ([A], [B, B, B, A, B], False, "gradient of weight"),
+        # Operations whose noise moves a token to another expert.
+        ([A, FAR], [FARTHER, FARTHER, FAR], False, "loss"),
+        ([A, B], [FAR, A, FAR], False, "gradient of weight"),
+    ],
+)  # fmt: skip
+def test_noise_is_told_from_a_frozen_value(uncaptured: list, replays: list, exact: bool, says: str) -> None:
+    """Where the operations vary a runner goes on, and names what varies."""
+    found = compare(OwnRuns(*uncaptured), Runs(*replays), bool, exact=exact)
+    assert found[:1] == [] if not says else says in found[0]
+
+
+@pytest.mark.parametrize(
+    ("uncaptured", "replays", "exact"),
+    [
+        ([A], [FAR], False),
+        ([A], [FAR, FARTHER], False),  # a graph that races, beside an iteration that does not
+        ([A], [B], False),  # deterministic, each in its way
+        ([A], [B, A], True),  # a processor repeats its bits
+        ([A, B], [B], True),
+        ([A, FAR], [FARTHER], False),  # a host value of its own in each uncaptured run
+        ([A, FAR], [(2.9, 1.0), (2.9, 1.0 + 1e-7), (2.9, 1.0)], False),  # the same, and atomic additions
+        ([A, B], [FAR, (2.5, 1.0 + 1e-7), FAR], False),  # frozen, and atomic additions everywhere
+    ],
+)  # fmt: skip
+def test_no_noise_hides_a_frozen_value(uncaptured: list, replays: list, exact: bool) -> None:
+    """What only uncaptured runs vary in, or vary less in than the replay is off, is no noise."""
+    with pytest.raises(SelfCheckError, match=r"frozen in the graph"):
+        compare(OwnRuns(*uncaptured), Runs(*replays), bool, exact=exact)
+
+
+def test_other_ranks_are_heard_in_every_round() -> None:
+    """A rank that sees nothing runs as often as one that sees a difference, and comes to the same end."""
+    for answers, ends in (([True, False, True, False], "another rank"), ([True, *[False] * 20], "SelfCheckError")):
+        said = iter(answers)
+        try:
+            found = compare(OwnRuns(A), Runs(A), lambda mine, said=said: next(said) or mine, exact=False)
+        except SelfCheckError as error:
+            found = [f"SelfCheckError: {error}"]
+            assert next(said) is False
+        assert ends in found[0]
