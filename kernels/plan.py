@@ -2,7 +2,8 @@
 
 Four launches: counts and ranks within blocks of assignments; for each expert an exclusive scan over the blocks; an
 exclusive scan over the experts; the placement. Where the capacity may not suffice, `victims.py` finds for each expert
-the assignment that is kept last, and count and scan run again with what is left.
+the assignment that is kept last, and count and scan run again with what is left. Where an overflow dooms the layer,
+nobody asks who would have been dropped: of limits by expert the counts tell how many.
 
 Dimensions: T tokens, K top_k, N = T·K assignments, E experts, R capacity rows, C rows of one expert, NB blocks of
 assignments.
@@ -157,18 +158,20 @@ def staticmoe_plan_scan_experts(
     offsets_ptr,
     doomed_ptr,
     num_experts,
+    expert_capacity,
     OVERFLOW_DOOMS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """Write offsets [E+1], the exclusive prefix sum of kept [E], or zeros where the layer is doomed; copy kept.
 
-    Grid: one program. kept_out [E] may be kept itself. The layer is doomed where doomed, a scalar, is given and
-    not 0, and with OVERFLOW_DOOMS where fewer assignments are kept than routed.
+    Grid: one program. kept_out [E] may be kept itself. Of each expert at most expert_capacity are kept. The layer is
+    doomed where doomed, a scalar, is given and not 0, and with OVERFLOW_DOOMS where fewer assignments are kept than
+    routed.
     Deterministic: integers.
     """
     e = tl.arange(0, EXPERTS)
     inside = e < num_experts
-    kept = tl.load(kept_ptr + e, mask=inside, other=0)
+    kept = tl.minimum(tl.load(kept_ptr + e, mask=inside, other=0), expert_capacity)
     end = tl.cumsum(kept, axis=0)
     is_doomed = False
     if doomed_ptr is not None:
@@ -391,7 +394,7 @@ def make_plan(
     overflow_dooms: bool = False,
     block: int = _BLOCK,
 ) -> None:
-    """Launch the plan; see `staticmoe.reference.make_plan`. Four launches, or 9 to 14 where rows may not fit.
+    """Launch the plan; see `staticmoe.reference.make_plan`. Four launches, or 9 to 14 where rows may be dropped.
 
     A layer is doomed where `doomed` is not 0, or with `overflow_dooms` where anything is dropped: then expert_offsets
     is all 0, row_assignment and assignment_row are all -1, and the counts are the true ones.
@@ -418,9 +421,9 @@ def make_plan(
     sort = _Sort(given=given, counts=pieces[0], assignment_row=assignment_row, block=block)
     sort.count_and_scan(routed_per_expert, None, None, None)
     kept = routed_per_expert
-    if by_expert or by_rank:
+    limit = count if expert_capacity is None else expert_capacity
+    if by_rank or (by_expert and not overflow_dooms):
         _, offsets, limits, order, histogram, ties, state = pieces
-        limit = count if expert_capacity is None else expert_capacity
         victims.start(given, routed_per_expert, offsets, limits, histogram, state, limit, capacity_rows)
         if by_expert:
             sort.place(offsets, order, state)
@@ -436,6 +439,7 @@ def make_plan(
         expert_offsets,
         doomed,
         num_experts,
+        limit,
         OVERFLOW_DOOMS=overflow_dooms and (by_expert or by_rank),
         EXPERTS=triton.next_power_of_2(num_experts),
         num_warps=8 if num_experts > EXPERTS_AT_ONCE else 4,

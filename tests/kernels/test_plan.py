@@ -220,7 +220,7 @@ def test_no_tokens(capacity: tuple[int, int | None]) -> None:
     check(draw_ids(0, 2, 4), num_experts=4, capacity_rows=capacity[0], expert_capacity=capacity[1])
 
 
-@pytest.mark.parametrize("capacity", [(100, None), (60, None), (100, 9)])
+@pytest.mark.parametrize("capacity", [(100, None), (60, None), (100, 9), (100, 40), (30, 9)])
 @pytest.mark.parametrize("reason", ["flag", "overflow", "flag is 0"])
 def test_doomed(reason: str, capacity: tuple[int, int | None]) -> None:
     """A doomed layer has no rows and true counts; without a reason it is an ordinary one."""
@@ -230,7 +230,7 @@ def test_doomed(reason: str, capacity: tuple[int, int | None]) -> None:
     made = planned(ids, weights, **options, doomed=flag, overflow_dooms=reason == "overflow")
     want = reference.make_plan(ids, weights, **options)
     overflowed = int(want.tokens_per_expert.sum()) < int(want.routed_per_expert.sum())
-    assert overflowed == (capacity != (100, None))
+    assert overflowed == (capacity not in ((100, None), (100, 40)))
     doomed = reason == "flag" or (reason == "overflow" and overflowed)
     for name in NAMES:
         value = getattr(want, name)
@@ -253,6 +253,11 @@ def test_no_pass_for_victims_where_the_capacity_cannot_overflow(monkeypatch: pyt
         check(draw_ids(20, 2, 4), num_experts=4, capacity_rows=39)
     with pytest.raises(AssertionError, match="launched"):
         check(draw_ids(20, 2, 4), num_experts=4, capacity_rows=40, expert_capacity=39)
+    # Who is dropped matters to nobody where it dooms the layer; of a rank the counts of all experts follow from it.
+    ids, weights = draw_ids(20, 2, 4), torch.rand(20, 2)
+    planned(ids, weights, num_experts=4, capacity_rows=40, expert_capacity=5, overflow_dooms=True)
+    with pytest.raises(AssertionError, match="launched"):
+        planned(ids, weights, num_experts=4, capacity_rows=39, expert_capacity=39, overflow_dooms=True)
 
 
 def test_no_slot_of_token_0_is_doubled() -> None:
