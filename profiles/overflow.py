@@ -286,7 +286,13 @@ def main() -> None:
     if "memory" in parts:
         result["memory"] = [memory(device, size) for size in step_overhead.sizes()]
     if "costs" in parts:
-        result["costs"] = [costs(device, size) for size in step_overhead.sizes() if size.name in TIMED]
+        result["costs"] = []
+        for size in step_overhead.sizes():
+            if size.name in TIMED:
+                result["costs"].append(costs(device, size))
+                print(json.dumps(result["costs"][-1]), flush=True)
+                if arguments.output:
+                    write_result(result, arguments.output)
     if arguments.output:
         write_result(result, arguments.output)
     print_tables(result)

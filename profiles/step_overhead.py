@@ -1,5 +1,7 @@
 """What a step costs beside its kernels: eager loop, `capture="off"` and the captured graph, by model size.
 
+The eager loop and the graph also with torch.compile: the whole model, and `compile="blocks"`.
+
     python profiles/step_overhead.py --output profiles/results/h200/step_overhead.json
 
 Checks first that captured steps are bitwise the uncaptured ones with deterministic attention, and times nothing where
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -87,17 +91,25 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
+@functools.lru_cache(maxsize=1)
+def _drawn(config: ModelConfig) -> DemoLM:
+    """On the host: drawing a billion numbers takes longer than everything else."""
+    return DemoLM(config, seed=1)
+
+
 def build(size: Size, device: torch.device) -> tuple[DemoLM, torch.optim.Optimizer]:
     """The same model for the same size."""
-    model = DemoLM(size.config, seed=1).to(device)
+    model = copy.deepcopy(_drawn(size.config)).to(device)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
 
 class Eager:
     """The loop that a user would write: autocast, backward, clip, step; no value is read."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, size: Size, device: torch.device, *, compiled: bool = False) -> None:
         self.model, self.optimizer = build(size, device)
+        if compiled:
+            self.model.compile()
         self.device = device
 
     def step(self, batch: dict[str, Tensor]) -> None:
@@ -120,9 +132,15 @@ class Eager:
 class Runner:
     """The runner with one capture mode."""
 
-    def __init__(self, size: Size, device: torch.device, capture: str) -> None:
+    def __init__(self, size: Size, device: torch.device, capture: str, *, compiled: bool = False) -> None:
         self.model, self.optimizer = build(size, device)
-        config = RunnerConfig(capture=capture, max_grad_norm=1.0, autocast=torch.bfloat16, max_in_flight=TIMED + 2)
+        config = RunnerConfig(
+            capture=capture,
+            compile="blocks" if compiled else "off",
+            max_grad_norm=1.0,
+            autocast=torch.bfloat16,
+            max_in_flight=TIMED + 2,
+        )
         example = batches(size, 1, device)[0]
         self.runner = StaticMoERunner(self.model, self.optimizer, example_batch=example, loss_fn=loss_fn, config=config)
         self.step: Callable[[dict[str, Tensor]], Any] = self.runner.step
@@ -295,11 +313,18 @@ def main() -> None:
         checked = check(size, device, captured)
         data = batches(size, 8, device)
         rows: dict[str, Any] = {}
-        for name in ("eager", "off", captured):
+        modes: dict[str, Callable[[], Any]] = {
+            "eager": functools.partial(Eager, size, device),
+            "eager, compiled": functools.partial(Eager, size, device, compiled=True),
+            "off": functools.partial(Runner, size, device, "off"),
+            captured: functools.partial(Runner, size, device, captured),
+            f"{captured}, compiled": functools.partial(Runner, size, device, captured, compiled=True),
+        }
+        for name, make in modes.items():
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
-            mode = Eager(size, device) if name == "eager" else Runner(size, device, name)
+            mode = make()
             rows[name] = measure(mode, data, device)
             mode.close()
             del mode
@@ -316,13 +341,13 @@ def main() -> None:
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{'size':8}{'mode':10}{'step ms':>10}{'host us':>10}{'idle':>8}{'peak MiB':>10}  syncs/step")
+    print(f"{'size':8}{'mode':17}{'step ms':>10}{'host us':>10}{'idle':>8}{'peak MiB':>10}  syncs/step")
     for name, entry in result["sizes"].items():
         for mode_name, row in entry["modes"].items():
             syncs = sum(row.get("host_syncs_per_step", {}).values())
             idle, peak = row.get("gpu_idle_share", float("nan")), row.get("peak_mib", float("nan"))
             times = f"{row['step_ms']:10.2f}{row['host_us']:10.0f}"
-            print(f"{name:8}{mode_name:10}{times}{idle:8.1%}{peak:10.0f}  {syncs:.1f}")
+            print(f"{name:8}{mode_name:17}{times}{idle:8.1%}{peak:10.0f}  {syncs:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The memory that a runner will need, by part, before anything is captured; and what came of it.
 
 One iteration is rehearsed on tensors without memory, once for each variant, and its allocations are added up as a
-GPU's allocator would round them. What kernels take inside of torch's own operations (workspaces of cuBLAS, say) and
-the allocator's fragmentation are not seen.
+GPU's allocator would round them, and cut from segments as it would. What kernels take inside of torch's own operations
+(workspaces of cuBLAS, say) is not seen.
 
 Letters: N micro-batches of a step, G parameter groups, W staged hyper-parameters of a group.
 """
@@ -29,8 +29,9 @@ from staticmoe.runner.commit import Shadow
 from staticmoe.runner.guard import DeviceGuard
 from staticmoe.runner.inputs import DeviceScalars
 from staticmoe.runner.iteration import TrainIteration, Wrapped
-from staticmoe.runner.memory import Memory, MemoryForecast, Variant, in_words, over_construction
-from staticmoe.runner.rehearsal import Tally, allocated, bytes_of, rehearsal
+from staticmoe.runner.memory import Checks, Memory, MemoryForecast, Rehearsed, Run, Variant, in_words
+from staticmoe.runner.rehearsal import Tally, bytes_of, rehearsal, sizes_of
+from staticmoe.runner.segments import allocated
 from staticmoe.runner.shortage import allocation_lines
 
 log = logging.getLogger(__name__)
@@ -115,8 +116,8 @@ class Foresight:
             return limit
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
-    def of(self, shape: BatchShape) -> MemoryForecast | None:
-        """The forecast for micro-batches of `shape`; None, and a line in the log, where it cannot be made."""
+    def of(self, shape: BatchShape) -> Rehearsed | None:
+        """What micro-batches of `shape` need; None, and a line in the log, where that cannot be found out."""
         try:
             return self._rehearse(shape)
         except Exception as error:
@@ -125,17 +126,17 @@ class Foresight:
             log.info("no memory forecast: the iteration does not run on tensors without values (%s)", reason)
             return None
 
-    def check(self, forecast: MemoryForecast) -> None:
-        """Hold `forecast` against the limit.
+    def check(self, found: Rehearsed) -> None:
+        """Hold what was found against the limit.
 
         Raises:
             MemoryLimitError: it is above, with the bytes by part and what would fit.
         """
         limit = self.limit
-        if limit is not None and forecast.total > limit:
-            raise MemoryLimitError(self._refusal(forecast, limit))
+        if limit is not None and found.forecast().total > limit:
+            raise MemoryLimitError(self._refusal(found, limit))
 
-    def _rehearse(self, shape: BatchShape) -> MemoryForecast:
+    def _rehearse(self, shape: BatchShape) -> Rehearsed:
         model, device, config = self.wrapped.model, self.wrapped.device, self.wrapped.config
         self.scalars.place(device)
         existing = self._existing()
@@ -145,29 +146,24 @@ class Foresight:
         with rehearsal(device, self._owners(), self._functions(), real, modules) as tally:
             self.adapter.create_state()
             state = bytes_of(t for t in self.adapter.state_tensors.values() if t.device.type == device.type)
+            sizes = sizes_of(self._existing())
             iteration = self._learnt(shape)
-            variants = list(self._rehearse_variants(tally, iteration))
-            slack = 0
+            runs = list(self._rehearse_variants(tally, iteration))
+            balanced = None
             if config.capacity_factor is not None and config.capacity_factor > 1:
-                balanced = dataclasses.replace(config, capacity_factor=1.0)
-                slack = variants[0].activations - _rehearse_one(tally, iteration, balanced).activations
-        pool, beside = self._over_construction(variants, config.self_check)
+                balanced = _rehearse_one(tally, iteration, dataclasses.replace(config, capacity_factor=1.0))
         table = len(self.adapter.optimizer.param_groups), self.adapter.width
-        return MemoryForecast(
+        return Rehearsed(
             parameters=bytes_of(model.parameters()),
             buffers=bytes_of(model.buffers()),
             optimizer=state,
             inputs=_input_bytes(shape, config, table, len(self.scalars)),
-            variants=tuple(variants),
-            capacity_slack=max(slack, 0),
-            pool=pool,
-            beside=beside,
             others=max(others, 0),
+            sizes=sizes,
+            runs=runs,
+            balanced=balanced,
+            checks=Checks(config.self_check, self.replayed, config.recheck_every > 0),
         )
-
-    def _over_construction(self, variants: Sequence[Variant], self_check: bool) -> tuple[int, int]:
-        rechecked = self.wrapped.config.recheck_every > 0
-        return over_construction(variants, self_check=self_check, replayed=self.replayed, rechecked=rechecked)
 
     def _learnt(self, shape: BatchShape) -> TrainIteration:
         """The iteration; it has learnt, as a warm-up does, which participants can add gradients by themselves."""
@@ -184,7 +180,7 @@ class Foresight:
         iteration.equip(records, Shadow([]))
         return iteration
 
-    def _rehearse_variants(self, tally: Tally, iteration: TrainIteration) -> Iterator[Variant]:
+    def _rehearse_variants(self, tally: Tally, iteration: TrainIteration) -> Iterator[Run]:
         for config in self.variants:
             yield _rehearse_one(tally, iteration, config)
             if not any(binding.facts.get("can_overflow") for binding in self.wrapped.bindings.values()):
@@ -207,11 +203,10 @@ class Foresight:
         functions = [wrapped.loss_fn, *(f for f in forwards if not f.__module__.startswith("torch."))]
         return functions if wrapped.token_mask is None else [*functions, wrapped.token_mask]
 
-    def _refusal(self, forecast: MemoryForecast, limit: int) -> str:
-        config = self.wrapped.config
-        fixes = [
-            f"{what} would need {in_words(total)}" for what, total in self._ways_out(forecast) if total <= limit
-        ] or [_LESS]
+    def _refusal(self, found: Rehearsed, limit: int) -> str:
+        config, forecast = self.wrapped.config, found.forecast()
+        ways = ((what, less.forecast().total) for what, less in found.ways_out())
+        fixes = [f"{what} would need {in_words(total)}" for what, total in ways if total <= limit] or [_LESS]
         return (
             f"memory: expected to need at most {in_words(limit)} ({limit} bytes"
             f"{'' if config.memory_limit_bytes is not None else ', what the device has for this process'}), the "
@@ -222,41 +217,22 @@ class Foresight:
     def shortage(self, shape: BatchShape, error: torch.OutOfMemoryError) -> str:
         """What to say of `error`, which came while a graph for micro-batches of `shape` was made."""
         device, reason = self.wrapped.device, (str(error).splitlines() or [""])[0]
-        forecast = self.of(shape)
+        found = self.of(shape)
         head = f"memory: expected an iteration that fits on {device}, got out of memory ({reason})"
-        if forecast is None:
+        if found is None:
             return f"{head}; {_LESS}. There is no forecast: the iteration does not run on tensors without values"
+        forecast = found.forecast()
         lines = [*forecast.lines(), *allocation_lines(forecast.variants[0].largest)]
         return "\n".join([f"{head}; the forecast is {in_words(forecast.total)}; {_LESS}", *lines])
 
-    def _ways_out(self, forecast: MemoryForecast) -> Iterator[tuple[str, int]]:
-        """What could be done, and the total that it would leave."""
-        config = self.wrapped.config
 
-        def total(variants: Sequence[Variant], self_check: bool) -> int:
-            pool, beside = self._over_construction(variants, self_check)
-            return dataclasses.replace(forecast, pool=pool, beside=beside).total
-
-        if len(forecast.variants) > 1:
-            yield "overflow='drop', without the other variants,", total(forecast.variants[:1], config.self_check)
-        if forecast.capacity_slack:
-            first = forecast.variants[0]
-            balanced = dataclasses.replace(first, activations=first.activations - forecast.capacity_slack)
-            yield "capacity_factor=1.0", total([balanced, *forecast.variants[1:]], config.self_check)
-        if config.self_check:
-            yield "self_check=False", total(forecast.variants, False)
-        for parts in (2, 4, 8):
-            smaller = [dataclasses.replace(v, activations=v.activations // parts) for v in forecast.variants]
-            yield f"a micro-batch of 1/{parts} the size", total(smaller, config.self_check)
-
-
-def _rehearse_one(tally: Tally, iteration: TrainIteration, config: RunnerConfig) -> Variant:
+def _rehearse_one(tally: Tally, iteration: TrainIteration, config: RunnerConfig) -> Run:
     iteration = iteration.under(config)
     tally.begin()
     iteration()
     gradients = bytes_of(iteration.gradients)
     name = "dropless" if config.capacity_factor is None else f"capacity_factor={config.capacity_factor}"
-    return Variant(name, gradients, tally.peak - gradients, tally.ledger.largest())
+    return Run(Variant(name, gradients, tally.peak - gradients, tally.ledger.largest()), tally.events)
 
 
 class MemoryBook:
@@ -283,10 +259,11 @@ class MemoryBook:
         foresight = self._foresight()
         self._made = foresight.limit is not None
         if self._made:
-            self._forecast = foresight.of(shape)
-            if self._forecast is not None:
+            found = foresight.of(shape)
+            self._forecast = None if found is None else found.forecast()
+            if found is not None and self._forecast is not None:
                 log.info("memory forecast:\n%s", "\n".join(self._forecast.lines()))
-                foresight.check(self._forecast)
+                foresight.check(found)
 
     @contextlib.contextmanager
     def explaining(self, shape: BatchShape) -> Iterator[None]:
@@ -305,6 +282,7 @@ class MemoryBook:
     def report(self, device: torch.device, graphs: int) -> Memory:
         """The forecast beside what has been measured on `device` by now; `graphs` bytes are kept by graphs."""
         if not self._made and not self.closed:
-            self._made, self._forecast = True, self._foresight().of(self._shape)
+            found = self._foresight().of(self._shape)
+            self._made, self._forecast = True, None if found is None else found.forecast()
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         return Memory(self._forecast, reserved, graphs)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+
+from staticmoe.runner.segments import Events, Segments, allocated
 
 _WIDTH = 80
 
@@ -62,6 +65,7 @@ class MemoryForecast:
         capacity_slack: part of the first one's activations: what a capacity factor above 1 costs.
         pool: that the graphs share.
         beside: the most that uncaptured iterations need beside the pool.
+        fragments: what the allocator holds in the end beyond all that is in use at the highest point.
         others: what the process holds on the device for something else.
     """
 
@@ -73,6 +77,7 @@ class MemoryForecast:
     capacity_slack: int
     pool: int
     beside: int
+    fragments: int
     others: int
 
     @property
@@ -89,7 +94,7 @@ class MemoryForecast:
     def total(self) -> int:
         """Bytes at the highest point, which is while the runner is built."""
         persistent = self.parameters + self.buffers + self.optimizer + self.inputs
-        return persistent + self.pool + self.beside + self.others
+        return persistent + self.pool + self.beside + self.fragments + self.others
 
     def lines(self, measured: int | None = None) -> list[str]:
         """A table of at most 80 columns; with `measured` bytes the total is compared with them."""
@@ -104,6 +109,7 @@ class MemoryForecast:
             ("    of them capacity slack", self.capacity_slack),
             *((f"  variant {variant.name}", variant.peak) for variant in self.variants),
             ("warm-up and self-check beside the pool", self.beside),
+            ("fragments of the allocator", self.fragments),
             ("other memory of this process", self.others),
             ("total at the highest point", self.total),
         ]
@@ -140,22 +146,124 @@ class Memory:
         return f"memory: forecast {foreseen}, measured {in_words(self.reserved)}; graphs keep {in_words(self.graphs)}"
 
 
-def over_construction(
-    variants: Sequence[Variant], *, self_check: bool, replayed: bool, rechecked: bool
-) -> tuple[int, int]:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a rehearsed iteration of one variant has shown: its bytes, and its allocations in order."""
+
+    variant: Variant
+    events: Events
+
+    def of_part(self, parts: int) -> Run:
+        """About what a micro-batch of 1/parts the size would need: less of everything but of the gradients."""
+        ends = {key: number for number, (key, _) in enumerate(self.events)}
+        events = [
+            (key, allocated(nbytes // parts) if nbytes > 0 and number != ends[key] else nbytes)
+            for number, (key, nbytes) in enumerate(self.events)
+        ]
+        return Run(dataclasses.replace(self.variant, activations=self.variant.activations // parts), events)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """What is run while graphs are built: a self-check of each; whether there are graphs; a recheck later on."""
+
+    self_check: bool = True
+    replayed: bool = True
+    rechecked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal has shown, and what forecasts follow from: bytes.
+
+    Attributes:
+        parameters, buffers, optimizer, inputs, others: as in the forecast.
+        sizes: of each tensor that is there already, or will be before anything runs.
+        runs: of each variant.
+        balanced: of the first at a capacity factor of 1, where its own is above.
+        checks: what the runner is built with.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    inputs: int
+    others: int
+    sizes: Sequence[int]
+    runs: Sequence[Run]
+    balanced: Run | None
+    checks: Checks
+
+    def forecast(self) -> MemoryForecast:
+        """Add it up."""
+        variants = tuple(run.variant for run in self.runs)
+        pool, beside = over_construction(variants, self.checks)
+        existing = [*self.sizes, self.inputs]
+        held = held_over_construction(existing, [run.events for run in self.runs], self.checks)
+        slack = 0 if self.balanced is None else variants[0].activations - self.balanced.variant.activations
+        return MemoryForecast(
+            parameters=self.parameters,
+            buffers=self.buffers,
+            optimizer=self.optimizer,
+            inputs=self.inputs,
+            variants=variants,
+            capacity_slack=max(slack, 0),
+            pool=pool,
+            beside=beside,
+            fragments=max(held - sum(existing) - pool - beside, 0),
+            others=self.others,
+        )
+
+    def ways_out(self) -> Iterator[tuple[str, Rehearsed]]:
+        """What could be done, and what it would leave."""
+        less = functools.partial(dataclasses.replace, self)
+        if len(self.runs) > 1:
+            yield "overflow='drop', without the other variants,", less(runs=self.runs[:1])
+        if self.balanced is not None and self.forecast().capacity_slack:
+            yield "capacity_factor=1.0", less(runs=[self.balanced, *self.runs[1:]])
+        if self.checks.self_check:
+            yield "self_check=False", less(checks=dataclasses.replace(self.checks, self_check=False))
+        for parts in (2, 4, 8):
+            yield f"a micro-batch of 1/{parts} the size", less(runs=[run.of_part(parts) for run in self.runs])
+
+
+def over_construction(variants: Sequence[Variant], checks: Checks) -> tuple[int, int]:
     """Bytes of the pool in the end, and the most that there is beyond that at any time while graphs are built.
 
     Uncaptured iterations run beside the pool: warm-ups, and for a self-check one, then another beside the gradients of
     the first where operations are not deterministic. A graph that is checked again later keeps its gradients.
     """
-    if not replayed:
+    if not checks.replayed:
         return variants[0].peak, 0
     pool = kept = highest = 0
     for variant in variants:
         highest = max(highest, pool + variant.peak)
         pool = max(pool, kept + variant.peak)
-        if self_check:
+        if checks.self_check:
             highest = max(highest, pool + variant.peak + variant.gradients)
-        if rechecked:
+        if checks.rechecked:
             kept += variant.gradients
     return pool, max(highest - pool, 0)
+
+
+def held_over_construction(existing: Iterable[int], runs: Iterable[Events], checks: Checks) -> int:
+    """Bytes that torch's allocator holds once the graphs are built; `over_construction` has what is in use.
+
+    Args:
+        existing: bytes of each tensor that is there already.
+        runs: allocations of an iteration of each variant, as `Segments.play` takes them.
+    """
+    rest, pool = Segments(), Segments()
+    for nbytes in existing:
+        rest.allocate(nbytes)
+    for events in runs:
+        rest.release_all(rest.play(events))
+        if not checks.replayed:
+            continue
+        made = pool.play(events)
+        if checks.self_check:
+            first = rest.play(events)
+            rest.release_all([*first, *rest.play(events)])
+        if not checks.rechecked:
+            pool.release_all(made)
+    return rest.held + pool.held

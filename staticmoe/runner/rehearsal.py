@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,10 +29,9 @@ from staticmoe.capture.seeding import ONE_AT_A_TIME
 from staticmoe.capture.source import locate
 from staticmoe.ops.scratch import SCRATCH
 from staticmoe.runner.fakes import FakeOperations
+from staticmoe.runner.segments import allocated
 from staticmoe.runner.shortage import Ledger
 
-# What torch's allocator on a GPU rounds an allocation up to.
-_QUANTUM = 512
 # Turn what Python made of host values into fake tensors, and remember the values.
 _LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default}
 _UNCOUNTED = -1
@@ -43,15 +42,14 @@ _CONTAINERS = (dict, list, set, collections.deque)
 _NO_OWNERS = (type, ModuleType, FunctionType)
 
 
-def allocated(nbytes: int) -> int:
-    """Bytes that torch's allocator on a GPU hands out for `nbytes`."""
-    return -(-nbytes // _QUANTUM) * _QUANTUM
+def sizes_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Bytes allocated for each of `tensors`; memory that several of them share counts once."""
+    return list({storage_key(tensor): allocated(tensor.untyped_storage().nbytes()) for tensor in tensors}.values())
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes allocated for `tensors`; memory that several of them share counts once."""
-    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(map(allocated, sizes.values()))
+    """Their sum."""
+    return sum(sizes_of(tensors))
 
 
 class Tally(Observer):
@@ -65,12 +63,14 @@ class Tally(Observer):
     Attributes:
         live, peak: bytes now, and at most so far, since the last `begin`.
         ledger: which these are.
+        events: what was allocated and let go of, in order, as `Segments.play` takes it.
     """
 
     def __init__(self, device: torch.device, fake: FakeTensorMode, modules: Mapping[int, str]) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.ledger = Ledger()
+        self.events: list[tuple[int, int]] = []
         self._modules = modules
         self._device = device
         self._fake = fake
@@ -84,6 +84,7 @@ class Tally(Observer):
         """Count from 0: what has been made so far counts no more, whenever it is let go of."""
         self.live = self.peak = 0
         self.ledger = Ledger()
+        self.events = []
         self._run += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,8 +107,8 @@ class Tally(Observer):
         result = func(*args, **kwargs) if func in _LIFTS else self._operations(func, args, kwargs)
         scratch = SCRATCH.get(func) if self._device.type == "cuda" else None
         if scratch is not None:
-            phases = (sum(map(allocated, phase)) for phase in scratch(*args))
-            self._rise(self.live + max(phases))
+            for phase in scratch(*args):
+                self._pass_by([allocated(nbytes) for nbytes in phase])
         for tensor in tensors_in(result):
             self._enter(tensor)
         return result
@@ -157,9 +158,16 @@ class Tally(Observer):
         storage = tensor.untyped_storage()
         size, run = allocated(storage.nbytes()), self._run
         self.live += size
+        self.events.append((key, size))
         self.ledger.made(key, size, locate(self._modules))
         self._rise(self.live)
         self._alive[key] = weakref.ref(storage, lambda _: self._leave(key, size, run))
+
+    def _pass_by(self, sizes: Sequence[int]) -> None:
+        """Memory of a kernel's own, gone when it has run."""
+        self._rise(self.live + sum(sizes))
+        self.events += [(-1 - number, size) for number, size in enumerate(sizes)]
+        self.events += [(-1 - number, -1) for number in range(len(sizes))]
 
     def _rise(self, total: int) -> None:
         if total > self.peak:
@@ -170,6 +178,7 @@ class Tally(Observer):
         self._alive.pop(key, None)
         if run == self._run:
             self.live -= size
+            self.events.append((key, -1))
             self.ledger.gone(key)
 
 
