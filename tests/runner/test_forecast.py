@@ -534,6 +534,25 @@ def test_a_variant_for_each_graph() -> None:
     assert len(forecast(Slotted(), tokens=2048, capacity_factor=1.5, overflow="skip").variants) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.0, "capacity_scope": "expert"}])
+def test_the_gradients_are_what_a_run_leaves(options: dict[str, Any]) -> None:
+    """In the events of each variant, whose allocations come to its peak."""
+    parts, shape = assembled(Model(), tokens=400, **options)
+    found = parts._foresight().of(shape)
+    assert found is not None and (found.balanced is None) == (not options)
+    for run in (*found.runs, *([found.balanced] if found.balanced is not None else [])):
+        alive: dict[int, int] = {}
+        most = 0
+        for key, nbytes in run.events:
+            if nbytes < 0:
+                del alive[key]
+            else:
+                alive[key] = nbytes
+            most = max(most, sum(alive.values()))
+        assert sum(alive.values()) == run.variant.gradients and most == run.variant.peak
+    assert found.runs[0].of_part(2).variant.gradients == found.runs[0].variant.gradients
+
+
 @pytest.mark.parametrize(
     ("variants", "options", "expected"),
     [

@@ -173,6 +173,8 @@ class OwnRuns(Runs):
 
 A, B = (2.0, 1.0), (2.0, 1.0 + 1e-7)
 FAR, FARTHER = (2.5, 1.0), (2.9, 1.0)
+# The same loss, and a gradient that is off.
+TURNED, TURNED_MORE = (2.0, 1.2), (2.0, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,8 @@ FAR, FARTHER = (2.5, 1.0), (2.9, 1.0)
         # Operations whose noise moves a token to another expert.
         ([A, FAR], [FARTHER, FARTHER, FAR], False, "loss"),
         ([A, B], [FAR, A, FAR], False, "gradient of weight"),
+        # A gradient that would be zero but for the order of its sums.
+        ([A, TURNED], [TURNED_MORE, A, A, (2.0, 1.03)], False, "gradient of weight"),
     ],
 )  # fmt: skip
 def test_noise_is_told_from_a_frozen_value(uncaptured: list, replays: list, exact: bool, says: str) -> None:
@@ -206,6 +210,7 @@ def test_noise_is_told_from_a_frozen_value(uncaptured: list, replays: list, exac
         ([A, FAR], [FARTHER], False),  # a host value of its own in each uncaptured run
         ([A, FAR], [(2.9, 1.0), (2.9, 1.0 + 1e-7), (2.9, 1.0)], False),  # the same, and atomic additions
         ([A, B], [FAR, (2.5, 1.0 + 1e-7), FAR], False),  # frozen, and atomic additions everywhere
+        ([A, B], [TURNED, (2.0, 1.2 + 1e-7), TURNED], False),  # the same in what one gradient alone shows
     ],
 )  # fmt: skip
 def test_no_noise_hides_a_frozen_value(uncaptured: list, replays: list, exact: bool) -> None:
