@@ -89,8 +89,8 @@ def _count(binding: StepBinding, plan: RoutingPlan, shape: StaticShape) -> None:
     if not binding.in_recompute():
         binding.entered += 1
         binding.facts = _facts(shape)
-    binding.add("routed", plan.routed_per_expert.long())
-    binding.add("kept", plan.tokens_per_expert.long())
+    binding.add("routed", plan.routed_per_expert)
+    binding.add("kept", plan.tokens_per_expert)
     if shape.can_overflow:
         binding.flag(_CAPACITY_OVERFLOW, (plan.tokens_per_expert < plan.routed_per_expert).any())
 

@@ -99,14 +99,14 @@ class DeviceGuard:
 
     def decide(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Set `veto` and `halted` from the reasons so far and from non-finite values. Graph-safe."""
-        self.reasons.bitwise_or_((~torch.isfinite(loss)).to(torch.int64) * int(Reason.NONFINITE_LOSS))
-        self.reasons.bitwise_or_((~torch.isfinite(grad_norm)).to(torch.int64) * int(Reason.NONFINITE_GRADIENT))
+        self.reasons.bitwise_or_(~torch.isfinite(loss) * int(Reason.NONFINITE_LOSS))
+        self.reasons.bitwise_or_(~torch.isfinite(grad_norm) * int(Reason.NONFINITE_GRADIENT))
         halted, withheld = self.halted > 0, self.withheld > 0
         vetoed = halted | withheld | ((self.reasons & self._policy.vetoes) != 0)
         # A trial halts nothing: the next one would find the device halted, and compute nothing.
         self.halted.copy_(halted | (((self.reasons & self._policy.halts) != 0) & ~withheld))
         self.veto.copy_(vetoed)
-        self.committed.add_(1 - vetoed.to(torch.int64))
+        self.committed.add_(~vetoed)
 
 
 class HostGuard:

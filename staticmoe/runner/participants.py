@@ -82,16 +82,17 @@ class StepBinding:
         return torch._C._current_graph_task_id() != -1
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add `value` to the record field `name`; a recomputed forward adds nothing."""
+        """Add integers to the record field `name`; a recomputed forward adds nothing."""
         if not self.in_recompute():
             self.fields[name].add_(value)
 
     def flag(self, reason: int, condition: Tensor) -> None:
         """Set `reason` for this step where the bool 0-dim tensor `condition` is true."""
         if not self.in_recompute():
-            self.reasons.bitwise_or_(condition.to(torch.int64) * int(reason))
+            # Each layer does this in each step: as few launches as there can be.
+            self.reasons.bitwise_or_(condition * int(reason))
             if self.dooming & reason:
-                self.doomed.copy_(torch.maximum(self.doomed, condition.to(self.doomed.dtype)))
+                self.doomed.masked_fill_(condition, 1.0)
 
     def add_loss(self, name: str, value: Tensor, coefficient: float) -> None:
         """Hand over an auxiliary loss of the current micro-batch; a recomputed forward hands over nothing."""

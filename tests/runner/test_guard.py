@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from staticmoe import Reason, RunnerConfig, StaticMoE, StaticMoERunner
+from staticmoe.config import CapacityPolicy
 from staticmoe.runner.guard import DeviceGuard, GuardPolicy
+from staticmoe.runner.participants import StepBinding
 
 OVERFLOW = int(Reason.CAPACITY_OVERFLOW)
 ONE = torch.ones(())
@@ -55,6 +60,36 @@ def test_withheld_steps_run_whole_and_commit_nothing(device: torch.device) -> No
     with guard.withholding():
         pass
     assert float(guard.halted) == 1 and int(guard.committed) == 1
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("condition", [False, True])
+def test_what_a_layer_says_in_each_step_takes_few_launches(condition: bool, device: torch.device) -> None:
+    """A launch is two microseconds of each layer in each step."""
+    counted = torch.zeros(4, dtype=torch.int64, device=device)
+    reasons = torch.full((), 4, dtype=torch.int64, device=device)
+    binding = StepBinding({"kept": counted}, reasons, torch.zeros((), device=device), CapacityPolicy())
+    binding.dooming = OVERFLOW
+    flag, kept = torch.tensor(condition, device=device), torch.ones(4, dtype=torch.int32, device=device)
+    with Launches() as launches:
+        binding.add("kept", kept)
+        binding.flag(OVERFLOW, flag)
+        binding.flag(2, flag)
+    assert launches.names == ["add_", "mul", "bitwise_or_", "masked_fill_", "mul", "bitwise_or_"]
+    assert counted.tolist() == [1, 1, 1, 1] and counted.dtype == torch.int64
+    assert int(reasons) == (7 if condition else 4) and reasons.dtype == torch.int64
+    assert float(binding.doomed) == condition
 
 
 class Model(nn.Module):
