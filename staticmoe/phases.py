@@ -21,6 +21,9 @@ WINDOW_VARIABLE, KINETO_VARIABLE = "STATICMOE_PROFILE", "STATICMOE_PROFILE_KINET
 class HostPhase(enum.StrEnum):
     """What the host does for a step."""
 
+    # Enum's own runs Python, at each look into a dictionary.
+    __hash__ = str.__hash__
+
     ITERATION = "iteration"
     STAGE_INPUTS = "stage inputs"
     REPLAY = "replay"
@@ -33,6 +36,8 @@ class DevicePhase(enum.StrEnum):
 
     `forward` and `backward` say which pass over the model is running, the others what is computed.
     """
+
+    __hash__ = str.__hash__
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -72,12 +77,16 @@ _Shown = Callable[[str], contextlib.AbstractContextManager[Any]]
 def _ranges() -> dict[_Phase, Any]:
     """A reusable range for each phase."""
     phases: list[_Phase] = [*HostPhase, *DevicePhase]
+    nothing = dict.fromkeys(phases, contextlib.nullcontext())
     try:
         import nvtx
     except ImportError:
         log.info("nvtx is not installed: profiles will show no ranges (pip install nvtx)")
-        return {phase: contextlib.nullcontext() for phase in phases}
+        return nothing
     domain = nvtx.get_domain("staticmoe")
+    if domain.get_event_attributes() is None:
+        # What nvtx gives where no tool is attached, which none can be later: it knows nothing and does nothing.
+        return nothing
     return {phase: _Range(domain, phase.value) for phase in phases}
 
 
@@ -85,12 +94,16 @@ _RANGES: dict[_Phase, Any] = {}
 _shown_by: list[_Shown] = []
 
 
-def host_range(phase: HostPhase) -> contextlib.AbstractContextManager[Any]:
+def host_range(phase: _Phase) -> contextlib.AbstractContextManager[Any]:
     """Context manager that shows `phase` on the host's timeline.
 
     Graph-safe: yes, it launches nothing; pushed inside a capture it shows at the capture and not at replays.
     """
-    return _range(phase)
+    if _shown_by:
+        return _shown_by[-1](phase.value)
+    if not _RANGES:
+        _RANGES.update(_ranges())
+    return _RANGES[phase]
 
 
 def device_range(phase: DevicePhase) -> contextlib.AbstractContextManager[Any]:
@@ -98,15 +111,7 @@ def device_range(phase: DevicePhase) -> contextlib.AbstractContextManager[Any]:
 
     Graph-safe: as `host_range`.
     """
-    return _range(phase)
-
-
-def _range(phase: _Phase) -> contextlib.AbstractContextManager[Any]:
-    if _shown_by:
-        return _shown_by[-1](phase.value)
-    if not _RANGES:
-        _RANGES.update(_ranges())
-    return _RANGES[phase]
+    return host_range(phase)
 
 
 @contextlib.contextmanager

