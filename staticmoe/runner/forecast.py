@@ -133,7 +133,7 @@ class Foresight:
             MemoryLimitError: it is above, with the bytes by part and what would fit.
         """
         limit = self.limit
-        if limit is not None and found.forecast().total > limit:
+        if limit is not None and found.forecast.total > limit:
             raise MemoryLimitError(self._refusal(found, limit))
 
     def _rehearse(self, shape: BatchShape) -> Rehearsed:
@@ -204,8 +204,8 @@ class Foresight:
         return functions if wrapped.token_mask is None else [*functions, wrapped.token_mask]
 
     def _refusal(self, found: Rehearsed, limit: int) -> str:
-        config, forecast = self.wrapped.config, found.forecast()
-        ways = ((what, less.forecast().total) for what, less in found.ways_out())
+        config, forecast = self.wrapped.config, found.forecast
+        ways = ((what, less.forecast.total) for what, less in found.ways_out())
         fixes = [f"{what} would need {in_words(total)}" for what, total in ways if total <= limit] or [_LESS]
         return (
             f"memory: expected to need at most {in_words(limit)} ({limit} bytes"
@@ -221,7 +221,7 @@ class Foresight:
         head = f"memory: expected an iteration that fits on {device}, got out of memory ({reason})"
         if found is None:
             return f"{head}; {_LESS}. There is no forecast: the iteration does not run on tensors without values"
-        forecast = found.forecast()
+        forecast = found.forecast
         lines = [*forecast.lines(), *allocation_lines(forecast.variants[0].largest)]
         return "\n".join([f"{head}; the forecast is {in_words(forecast.total)}; {_LESS}", *lines])
 
@@ -261,7 +261,7 @@ class MemoryBook:
         self._made = foresight.limit is not None
         if self._made:
             found = foresight.of(shape)
-            self._forecast = None if found is None else found.forecast()
+            self._forecast = None if found is None else found.forecast
             if found is not None and self._forecast is not None:
                 log.info("memory forecast:\n%s", "\n".join(self._forecast.lines()))
                 foresight.check(found)
@@ -284,6 +284,6 @@ class MemoryBook:
         """The forecast beside what has been measured on `device` by now; `graphs` bytes are kept by graphs."""
         if not self._made and not self.closed:
             found = self._foresight().of(self._shape)
-            self._made, self._forecast = True, None if found is None else found.forecast()
+            self._made, self._forecast = True, None if found is None else found.forecast
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         return Memory(self._forecast, reserved, graphs)

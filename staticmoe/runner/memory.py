@@ -194,8 +194,9 @@ class Rehearsed:
     balanced: Run | None
     checks: Checks
 
+    @functools.cached_property
     def forecast(self) -> MemoryForecast:
-        """Add it up."""
+        """What it adds up to."""
         variants = tuple(run.variant for run in self.runs)
         pool, beside = over_construction(variants, self.checks)
         existing = [*self.sizes, self.inputs]
@@ -219,7 +220,7 @@ class Rehearsed:
         less = functools.partial(dataclasses.replace, self)
         if len(self.runs) > 1:
             yield "overflow='drop', without the other variants,", less(runs=self.runs[:1])
-        if self.balanced is not None and self.forecast().capacity_slack:
+        if self.balanced is not None and self.forecast.capacity_slack:
             yield "capacity_factor=1.0", less(runs=[self.balanced, *self.runs[1:]])
         if self.checks.self_check:
             yield "self_check=False", less(checks=dataclasses.replace(self.checks, self_check=False))

@@ -94,7 +94,7 @@ def forecast(model: nn.Module, **options: Any) -> MemoryForecast:
     found = parts._foresight().of(shape)
     parts.release()
     assert found is not None
-    return found.forecast()
+    return found.forecast
 
 
 class Measured(TorchDispatchMode):
@@ -462,7 +462,7 @@ def test_what_would_fit_is_named() -> None:
     parts, shape = assembled(model, tokens=40_000, capacity_factor=0.5)
     found = parts._foresight().of(shape)
     assert found is not None
-    ways = {what: less.forecast() for what, less in found.ways_out()}
+    ways = {what: less.forecast for what, less in found.ways_out()}
     # What warm-ups have taken stays held: without a self-check it is less by gradients at most, which are small here.
     assert ways["self_check=False"].total == checked.total <= whole.total
     assert ways["overflow='drop', without the other variants,"].total == dropped.total < whole.total
