@@ -4,7 +4,8 @@
     layers/layers.jsonl  one line a window of committed training steps, sums and means by layer
     layers/experts.jsonl one line every n-th committed training step, counts by layer and expert
 
-Each begins with a line {"kind": "meta", "schema": 2}. After a resume a step can occur again; its last line counts.
+Each begins with a line {"kind": "meta", "schema": 2}. After a resume, before which there is another such line with
+"resumed": true, a step can occur again; its last line counts.
 Where they lie: `staticmoe.observe.ranks`.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from staticmoe.errors import StaticMoEError
-from staticmoe.observe.sinks.jsonl import SCHEMA_VERSION
+from staticmoe.observe.sinks.jsonl import RESUMED_KEY, SCHEMA_VERSION
 
 BLOCK_BYTES = 1 << 20
 # The last bytes that were read are compared at each poll: a file that was written anew does not hold them.
@@ -44,6 +44,9 @@ class Receiver(Protocol):
     def restart(self, stream: str) -> None:
         """Forget the stream: its file was replaced, and its records come from the first one on."""
 
+    def resume(self, stream: str) -> None:
+        """The run was taken up again: what comes may have come before."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
@@ -59,6 +62,7 @@ class Follower:
         path: the file that is written to; name.1.jsonl, name.2.jsonl, ... beside it are its rotated parts.
         take: called with every record in order, the meta lines left out.
         restart: called where what was read is no longer there; all records come again.
+        resume: called where the run was taken up again, before its next record.
 
     Attributes:
         unreadable: whole lines that hold no JSON object, and were left out.
@@ -66,12 +70,16 @@ class Follower:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], take: Callable[[dict[str, Any]], None], restart: Callable[[], None]
+        self,
+        path: str | os.PathLike[str],
+        take: Callable[[dict[str, Any]], None],
+        restart: Callable[[], None],
+        resume: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(path)
         self.unreadable = 0
         self.read_bytes = self.total_bytes = 0
-        self._take, self._restart = take, restart
+        self._take, self._restart, self._resume = take, restart, resume
         self._rotated = re.compile(re.escape(self.path.stem) + r"\.(\d+)" + re.escape(self.path.suffix))
         # Open while it is followed: no other file can then get its identity.
         self._fd: int | None = None
@@ -202,6 +210,8 @@ class Follower:
             self.unreadable += 1
         elif record.get("kind") != "meta":
             self._take(record)
+        elif record.get(RESUMED_KEY):
+            self._resume()
 
     def _check_schema(self, line: bytes, record: Any) -> None:
         if isinstance(record, dict) and record.get("kind") == "meta" and record.get("schema") == SCHEMA_VERSION:
@@ -233,6 +243,7 @@ class RunFollower:
             path,
             take=lambda record: self._receiver.take(stream, record),
             restart=lambda: self._receiver.restart(stream),
+            resume=lambda: self._receiver.resume(stream),
         )
 
     def poll(self, limit: int | None = None) -> bool:

@@ -17,8 +17,8 @@ from staticmoe.observe.ranks import rank_folder, reduce_records, reduce_windows
 
 BACKLOG = 50
 
-# Life, step, number of the evaluation after it, 0 for the step: a step that comes again, as after a resume, begins
-# another life.
+# Life, step, number of the evaluation after it, 0 for the step. A resume begins another life: a rank may have written
+# steps before that another had not, and those come again. So does a step that comes again without a word.
 _Key = tuple[int, int, int]
 
 
@@ -35,6 +35,7 @@ class Merger:
         self._queues: dict[int, collections.deque[tuple[_Key, dict[str, Any]]]] = {}
         # Of the last record of each rank, and of the last that was handed on.
         self._seen: dict[int, _Key] = {}
+        self._lives: dict[int, int] = {}
         self._last: _Key = (-1, 0, 0)
         self.follow(ranks)
 
@@ -47,7 +48,7 @@ class Merger:
         step, train = record.get("step"), record.get("kind") == "train"
         if record.get("void") or not isinstance(step, int):
             return
-        life, last, evaluations = self._seen.get(rank, (0, -1, 0))
+        life, last, evaluations = max(self._seen.get(rank, (0, -1, 0)), (self._lives.get(rank, 0), -1, 0))
         if train:
             key = life + (step <= last), step, 0
         else:
@@ -58,6 +59,10 @@ class Merger:
         # Only what was waited for can complete a step.
         if len(queue) == 1:
             self._hand_on()
+
+    def resume(self, rank: int) -> None:
+        """A rank was taken up again."""
+        self._lives[rank] = 1 + max(self._lives.get(rank, 0), self._seen.get(rank, (0, -1, 0))[0])
 
     def settle(self, *, final: bool = False) -> None:
         """Go on without ranks that are far behind; `final`: without those too that have not come at all."""
@@ -112,6 +117,10 @@ class _OfRank:
     def restart(self, stream: str) -> None:
         """A file was replaced."""
         self._owner.restart(stream)
+
+    def resume(self, stream: str) -> None:
+        """The rank was taken up again."""
+        self._owner.resume(self._rank, stream)
 
 
 class RanksFollower:
@@ -170,6 +179,11 @@ class RanksFollower:
     def restart(self, stream: str) -> None:
         """Forget a stream of all ranks, as soon as this round of reading is over."""
         self._restarted.add(stream)
+
+    def resume(self, rank: int, stream: str) -> None:
+        """A rank was taken up again: all of them were, and what one had written before need not be what another had."""
+        if stream in self._mergers and stream not in self._restarted:
+            self._mergers[stream].resume(rank)
 
     def poll(self, limit: int | None = None) -> bool:
         """Hand on what is there, about `limit` bytes a stream and rank at most; return whether more is there already.

@@ -110,6 +110,9 @@ class Overview:
             self.alerts: collections.deque[Alert] = collections.deque(maxlen=ALERTS_KEPT)
             self.open_alerts: dict[str, Alert] = {}
 
+    def resume(self, stream: str) -> None:
+        """Nothing: where a step comes again, the series forget what came from there on."""
+
     def take_meta(self, meta: dict[str, Any]) -> None:
         """Take meta.json in."""
         self.meta = meta

@@ -59,7 +59,10 @@ def test_a_torn_last_line_is_cut_off_and_the_file_goes_on(tmp_path: Path, torn: 
     assert read_records(path)[1:] == [{"step": 0}]
     with JsonlSink(path, meta={"run": "b"}) as sink:
         sink({"step": 1})
-    assert read_records(path) == [{"kind": "meta", "schema": 2, "run": "a"}, {"step": 0}, {"step": 1}]
+    head = {"kind": "meta", "schema": 2}
+    went_on = {**head, "run": "b", "resumed": True}
+    assert read_records(path) == [{**head, "run": "a"}, {"step": 0}, went_on, {"step": 1}]
+    assert list(read_rotated(path)) == [{"step": 0}, {"step": 1}]
 
 
 def test_a_torn_first_line_starts_the_file_anew(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from staticmoe.observe.merge import BACKLOG, Merger, RanksFollower
 from staticmoe.observe.metrics import METRICS, Reduce
 from staticmoe.observe.ranks import Rank, rank_folder, reduce_records, reduce_values, reduce_windows
 from staticmoe.observe.record import Reason, Record
-from staticmoe.observe.sinks.jsonl import encode_record, read_rotated
+from staticmoe.observe.sinks.jsonl import JsonlSink, encode_record, read_rotated
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -163,6 +163,21 @@ def test_in_whatever_order_files_are_read_each_step_is_told_once_and_whole(data:
     assert run.told == [(step, "012") for _, step in script]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_after_a_resume_ranks_meet_again_whatever_each_had_written(order: tuple[int, int]) -> None:
+    """Killed between the writes of a step, all go on from the step before: for one rank that step is new."""
+    run = Run(2)
+    run.add(0, 1, 2)
+    run.add(1, 1)
+    for _ in range(2):
+        for rank in order:
+            run.merger.resume(rank)
+        for step in (2, 3):
+            for rank in order:
+                run.add(rank, step)
+    assert run.told == [(1, "01"), (2, "0"), (2, "01"), (3, "01"), (2, "01"), (3, "01")]
+
+
 def test_a_rank_that_stays_behind_is_left_out_and_comes_back() -> None:
     run = Run(2)
     run.add(0, *range(1, BACKLOG + 1))
@@ -208,6 +223,9 @@ class Received:
     def restart(self, stream: str) -> None:
         self.log.append(("restart", stream))
 
+    def resume(self, stream: str) -> None:
+        self.log.append(("resume", stream))
+
     def since(self) -> list[Any]:
         found, self.log = self.log, []
         return found
@@ -248,6 +266,24 @@ def test_the_files_of_two_ranks_are_followed_as_one_run(tmp_path: Path) -> None:
         pass
     assert received.since() == [("restart", "metrics"), ("metrics", 1, 2), ("metrics", 2, 2)]
     assert run.share_read == 1.0 and run.unreadable == 0
+    run.close()
+
+
+def test_files_say_that_a_run_was_taken_up_again(tmp_path: Path) -> None:
+    """Rank 0 had written a step when both were killed, and rank 1 had not: from there on they are one run again."""
+    meta(tmp_path, 0, 2)
+    meta(tmp_path / "rank1", 1, 2)
+    received, paths = Received(), [tmp_path / "metrics.jsonl", tmp_path / "rank1" / "metrics.jsonl"]
+    run = RanksFollower(tmp_path, received)
+    for steps in (((1, 2), (1,)), ((2, 3), (2, 3))):
+        for path, each in zip(paths, steps, strict=True):
+            with JsonlSink(path) as sink:
+                for step in each:
+                    sink(line(step))
+        while run.poll():
+            pass
+    told = [event[1:] for event in received.since() if isinstance(event, tuple) and event[0] == "metrics"]
+    assert told == [(1, 2), (2, 1), (2, 2), (3, 2)] and run.behind == {}
     run.close()
 
 

@@ -6,6 +6,8 @@ A file looks like this:
     {"kind": "train", "step": 1, "train/loss": 5.54, ...}
     {"kind": "train", "step": 2, "train/loss": null, ..., "nonfinite": {"train/loss": "nan"}}
 
+A file that is continued, as after a resume, gets a meta line with "resumed": true first.
+
 JSON has no NaN and no infinity. Such a value becomes null, so that every column stays numeric, and the
 object gains the key "nonfinite": dotted path of the value -> "nan", "inf" or "-inf".
 
@@ -27,7 +29,7 @@ from typing import Any
 from staticmoe.errors import StaticMoEError
 
 SCHEMA_VERSION = 2
-NONFINITE_KEY = "nonfinite"
+NONFINITE_KEY, RESUMED_KEY = "nonfinite", "resumed"
 _TAIL_BLOCK = 1 << 16
 
 
@@ -59,7 +61,8 @@ class JsonlSink:
     ) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._first = _encoded({"kind": "meta", "schema": SCHEMA_VERSION, **(meta or {})})
+        head = {"kind": "meta", "schema": SCHEMA_VERSION, **(meta or {})}
+        self._first = _encoded(head)
         self._max_bytes = max_bytes
         self._fd: int | None = self._open()
         try:
@@ -67,6 +70,7 @@ class JsonlSink:
             if os.fstat(self._fd).st_size:
                 with self.path.open("rb") as stream:
                     _check_schema(stream.readline(), self.path)
+                self._write(_encoded({**head, RESUMED_KEY: True}))
             else:
                 self._write(self._first)
         except BaseException:
@@ -185,8 +189,8 @@ def read_rotated(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if first.endswith(b"\n"):
                 _check_schema(first, file)
             for line in stream:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
+                if line.endswith(b"\n") and (record := json.loads(line)).get("kind") != "meta":
+                    yield record
 
 
 def _parts(path: Path) -> list[tuple[int, Path]]:
