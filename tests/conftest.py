@@ -62,6 +62,16 @@ class Dispatched(TorchDispatchMode):
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Whatever is compiled is so for the first time; for files of tests that count it."""
+    torch._dynamo.reset()
+    # torch 2.11 on a CPU crashes where another thread is the first to compile.
+    torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def dispatched() -> type[Dispatched]:
     """A context manager that notes which torch ops run within it."""
     return Dispatched

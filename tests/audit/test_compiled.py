@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +13,9 @@ from staticmoe import StaticMoE
 from staticmoe.audit import audit
 from staticmoe.capture.dynamo import entries_of
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 Built = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Mlp(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ from staticmoe.capture.findings import Finding, Findings
 from staticmoe.errors import AuditError
 from staticmoe.runner.rehearsal import rehearsal
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 B, H, S, D = 2, 4, 128, 16
 BYTES = B * H * S * S * 4
 HIGHER = sys.modules["torch._higher_order_ops.flex_attention"]
@@ -35,15 +37,6 @@ class Refused(Exception):
 
 def refuse(finding: Finding) -> None:
     raise Refused(str(finding))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    # torch 2.11 on a CPU crashes where another thread is the first to compile.
-    torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1))
-    yield
-    torch._dynamo.reset()
 
 
 def qkv(tokens: int = S) -> list[Tensor]:

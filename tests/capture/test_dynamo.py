@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,9 @@ from torch import Tensor
 from staticmoe.capture.dynamo import CompiledCalls, Observer, as_written, entries_of
 from staticmoe.errors import CompileError
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 FRAMES = torch._dynamo.eval_frame
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    # torch 2.11 on a CPU crashes where another thread is the first to compile.
-    torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1))
-    yield
-    torch._dynamo.reset()
 
 
 def doubled(x: Tensor) -> Tensor:
