@@ -235,9 +235,7 @@ def compared(folder: Path, straight: Path) -> dict[str, Any]:
     """A finished run beside the uninterrupted one."""
     records, wanted = train_records(folder), {record["step"]: record for record in train_records(straight)}
     last = {record["step"]: record for record in records}
-    heldout = [
-        {r["step"]: r for r in read_records(f / "heldout.jsonl") if r.get("kind") != "meta"} for f in (folder, straight)
-    ]
+    heldout = [{r["step"]: r for r in read_records(f / "heldout.jsonl")[1:]} for f in (folder, straight)]
     mine, theirs = load_checkpoint(folder), load_checkpoint(straight)
     return {
         "tensors": sum(isinstance(value, Tensor) for value in _leaves(mine)),

@@ -144,7 +144,7 @@ class RunFiles:
         if config.experts_every:
             heads["layers/experts"] = {"micro_batches": config.gradient_accumulation_steps}
         for name, head in heads.items():
-            sink = JsonlSink(folder / f"{name}.jsonl", head, max_bytes=config.rotate_bytes)
+            sink = JsonlSink(folder / f"{name}.jsonl", head, max_bytes=config.rotate_bytes, say_resumed=True)
             self._sinks[name], self._outlets[name] = sink, Outlet(sink, str(sink.path))
 
     def record(self, line: dict[str, Any]) -> None:

@@ -59,10 +59,17 @@ def test_a_torn_last_line_is_cut_off_and_the_file_goes_on(tmp_path: Path, torn: 
     assert read_records(path)[1:] == [{"step": 0}]
     with JsonlSink(path, meta={"run": "b"}) as sink:
         sink({"step": 1})
-    head = {"kind": "meta", "schema": 2}
-    went_on = {**head, "run": "b", "resumed": True}
-    assert read_records(path) == [{**head, "run": "a"}, {"step": 0}, went_on, {"step": 1}]
-    assert list(read_rotated(path)) == [{"step": 0}, {"step": 1}]
+    assert read_records(path) == [{"kind": "meta", "schema": 2, "run": "a"}, {"step": 0}, {"step": 1}]
+
+
+def test_a_file_of_a_whole_run_says_where_it_was_continued(tmp_path: Path) -> None:
+    path, head = tmp_path / "metrics.jsonl", {"kind": "meta", "schema": 2}
+    for run in "ab":
+        with JsonlSink(path, meta={"run": run}, say_resumed=True) as sink:
+            sink({"step": ord(run)})
+    first, second = {"step": 97}, {"step": 98}
+    assert read_records(path) == [{**head, "run": "a"}, first, {**head, "run": "b", "resumed": True}, second]
+    assert list(read_rotated(path)) == [first, second]
 
 
 def test_a_torn_first_line_starts_the_file_anew(tmp_path: Path) -> None:

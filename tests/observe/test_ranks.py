@@ -277,7 +277,7 @@ def test_files_say_that_a_run_was_taken_up_again(tmp_path: Path) -> None:
     run = RanksFollower(tmp_path, received)
     for steps in (((1, 2), (1,)), ((2, 3), (2, 3))):
         for path, each in zip(paths, steps, strict=True):
-            with JsonlSink(path) as sink:
+            with JsonlSink(path, say_resumed=True) as sink:
                 for step in each:
                     sink(line(step))
         while run.poll():

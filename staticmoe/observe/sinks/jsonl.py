@@ -6,7 +6,7 @@ A file looks like this:
     {"kind": "train", "step": 1, "train/loss": 5.54, ...}
     {"kind": "train", "step": 2, "train/loss": null, ..., "nonfinite": {"train/loss": "nan"}}
 
-A file that is continued, as after a resume, gets a meta line with "resumed": true first.
+A file that is open for a whole run says where it was continued: by a meta line with "resumed": true.
 
 JSON has no NaN and no infinity. Such a value becomes null, so that every column stays numeric, and the
 object gains the key "nonfinite": dotted path of the value -> "nan", "inf" or "-inf".
@@ -51,13 +51,19 @@ class JsonlSink:
         meta: entries of the first record of a new file and of each part, beside "kind" and "schema".
         max_bytes: a line that would take the file over this goes into a new file, and the file becomes a part; a file
             has one record at least. None: one file.
+        say_resumed: begin what continues a file with a meta line that says so.
 
     Raises:
         JsonlError: the file exists and does not begin with a record of this schema.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None, *, max_bytes: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        max_bytes: int | None = None,
+        say_resumed: bool = False,
     ) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,8 @@ class JsonlSink:
             if os.fstat(self._fd).st_size:
                 with self.path.open("rb") as stream:
                     _check_schema(stream.readline(), self.path)
-                self._write(_encoded({**head, RESUMED_KEY: True}))
+                if say_resumed:
+                    self._write(_encoded({**head, RESUMED_KEY: True}))
             else:
                 self._write(self._first)
         except BaseException:
