@@ -92,13 +92,14 @@ class Segments:
 
     def play(self, events: Events) -> list[Block]:
         """Allocate and release as in `events`; returns what is not released in the end."""
-        alive: dict[int, Block] = {}
+        # Of nothing at all there is no block.
+        alive: dict[int, tuple[Block, ...]] = {}
         for key, nbytes in events:
             if nbytes < 0:
-                self.release_all([alive.pop(key)] if key in alive else [])
-            elif nbytes:
-                alive[key] = self.allocate(nbytes)
-        return list(alive.values())
+                self.release_all(alive.pop(key))
+            else:
+                alive[key] = (self.allocate(nbytes),) if nbytes else ()
+        return [block for blocks in alive.values() for block in blocks]
 
     def _take(self, size: int, small: bool) -> Block:
         if small:

@@ -111,8 +111,8 @@ def compare(
     if not explained:
         words = "; ".join(differences[:5]) or "what another rank says"
         raise SelfCheckError(
-            f"a replay differs from the uncaptured iteration in {words}, and replays agree with each other: something "
-            "that the iteration reads on the host is frozen in the graph; keep it in a buffer or in runner.scalars"
+            f"a replay differs from the uncaptured iteration in {words}, by more than its operations vary from run to "
+            "run: something that it reads on the host is frozen in the graph; keep it in a buffer or in runner.scalars"
         )
     return noise or differences or ["what another rank says"]
 

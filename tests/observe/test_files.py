@@ -170,6 +170,9 @@ def test_a_resumed_run_appends_and_goes_on_counting(wrap: Any, tmp_path: Path) -
     assert [(line["step"], line["graph/replays"]) for line in lines][2:4] == [(3, 3), (4, 5)], "two are in flight"
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in read_rotated(tmp_path / "layers" / "experts.jsonl")] == [2, 4, 6]
+    for name in ("metrics", "layers/layers", "layers/experts"):
+        heads = [line for line in read_records(tmp_path / f"{name}.jsonl") if line["kind"] == "meta"]
+        assert [line.get("resumed") for line in heads] == [None, True], name
     windows = list(read_rotated(tmp_path / "layers" / "layers.jsonl"))
     assert [(window["first_step"], window["step"]) for window in windows] == [(1, 3), (4, 6)]
 

@@ -203,7 +203,7 @@ def test_noise_is_told_from_a_frozen_value(uncaptured: list, replays: list, exac
     ("uncaptured", "replays", "exact"),
     [
         ([A], [FAR], False),
-        ([A], [FAR, FARTHER], False),  # a graph that races, beside an iteration that does not
+        ([A], [FAR, FARTHER, FAR], False),  # a graph that races, beside an iteration that does not
         ([A], [B], False),  # deterministic, each in its way
         ([A], [B, A], True),  # a processor repeats its bits
         ([A, B], [B], True),
